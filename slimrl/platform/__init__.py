@@ -1,0 +1,10 @@
+"""What differs between a CUDA machine and a CPU machine, below every engine.
+
+Promises one answer per process, derived from `torch.cuda.is_available()` alone. Called by every room that
+places a tensor, opens a process group or seeds a generator.
+"""
+
+from slimrl.platform.device import backend_name, bind_local_device, device, is_cpu
+from slimrl.platform.seeds import seed_everything
+
+__all__ = ["backend_name", "bind_local_device", "device", "is_cpu", "seed_everything"]

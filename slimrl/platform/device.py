@@ -1,0 +1,42 @@
+"""The compute device of this process and the collective backend that goes with it.
+
+Nothing is cached: a process that hides its GPUs after import still gets the truth.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_cpu() -> bool:
+    """True where CUDA is not available, also with a CUDA build of torch on a machine without a GPU."""
+    return not torch.cuda.is_available()
+
+
+def device(local_rank: int = 0) -> torch.device:
+    """The device of the process with this local rank: `cuda:<local_rank>`, or `cpu`.
+
+    Raises ValueError where the machine has GPUs, but fewer than `local_rank + 1`.
+    """
+    if is_cpu():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if not 0 <= local_rank < visible:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: {visible} GPUs are visible to this process;"
+            " start at most one process per GPU or widen CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def bind_local_device(local_rank: int = 0) -> torch.device:
+    """Make `device(local_rank)` the current device of this process and return it."""
+    chosen = device(local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def backend_name() -> str:
+    """The torch.distributed backend for tensors on `device()`: "nccl" with CUDA, "gloo" without."""
+    return "gloo" if is_cpu() else "nccl"
