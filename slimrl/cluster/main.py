@@ -1,0 +1,52 @@
+"""What both entry points share: parse, run the loop, end with one clear message and a true exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from slimrl.arguments import parse_args
+
+if TYPE_CHECKING:
+    from slimrl.cluster.run import Run
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+
+def passthrough_flags() -> dict[str, Callable]:
+    """The `--sglang-*` and `--router-*` flags of the installed packages, read only when one is used."""
+    from slimrl.sglang.flags import router_flags, server_flags
+
+    return {"sglang": server_flags, "router": router_flags}
+
+
+def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
+    """Runs `loop` on a freshly opened run; returns the process's exit code."""
+    args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
+
+    from slimrl.cluster.run import open_run
+    from slimrl.cluster.session import SlotsMissingError
+    from slimrl.cluster.supervise import ProcessDiedError
+    from slimrl.observability.logs import setup_logging
+
+    setup_logging(args.log_level, args.run_dir)
+    logger = logging.getLogger("slimrl")
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        with open_run(args) as run:
+            loop(run)
+    except SlotsMissingError as error:
+        logger.error("%s", error)
+        return EXIT_REFUSED
+    except ProcessDiedError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        logger.error("interrupted; everything that this run started was ended")
+        return EXIT_INTERRUPTED
+    return 0

@@ -1,0 +1,155 @@
+"""The Ray actor that owns the data source and the inference fleet, and turns prompts into training batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.cluster import process_log
+from slimrl.cluster.fleet import Fleet
+from slimrl.cluster.slots import Slots
+from slimrl.data.batch import batch_from_samples
+from slimrl.data.packing import schedule_batch
+from slimrl.data.sample import Sample
+from slimrl.observability import dump
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.metrics import rollout_metrics
+from slimrl.rollout.rewards import rewards_of
+from slimrl.sglang.client import RouterClient
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutResult:
+    """One finished rollout: a batch per data-parallel rank in Ray's object store, and what is known about it.
+
+    `data_state` is the data source right after this rollout's prompts were drawn: a checkpoint with it
+    resumes at the next prompt, however many rollouts were generated ahead.
+    """
+
+    rollout_id: int
+    batches: list[ray.ObjectRef]
+    metrics: dict[str, float]
+    data_state: dict[str, Any]
+    weight_version: str
+    seconds: float
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of an HF checkpoint folder; never runs code from it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+@ray.remote(num_cpus=0)
+class RolloutManager:
+    """An asyncio actor: `watch` stays pending beside a running `generate`, which may overlap with training."""
+
+    def __init__(self, args: Arguments, data_parallel_size: int, log_path: Path) -> None:
+        process_log.redirect_to(log_path, args.log_level)
+        self._args = args
+        self._data_parallel_size = data_parallel_size
+        self._fleet: Fleet | None = None
+        self._client: RouterClient | None = None
+        self._generator: RolloutGenerator | None = None
+        self._tokenizer = load_tokenizer(args.hf_checkpoint)
+        self._data_source = RolloutDataSource(args, self._tokenizer)
+
+    async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:
+        """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
+        if slots is None:
+            return []
+        self._fleet = await Fleet.start(self._args, slots, environment)
+        self._client = RouterClient(
+            self._fleet.router_url,
+            [endpoint.url for endpoint in self._fleet.endpoints],
+            concurrency=self._args.sglang_server_concurrency * len(self._fleet.endpoints),
+            request_timeout_s=self._args.sglang_router_request_timeout_secs,
+        )
+        await self._client.__aenter__()
+        self._generator = RolloutGenerator(self._args, self._tokenizer, self._client)
+        return self._fleet.endpoints
+
+    async def watch(self) -> str:
+        """Pending while the fleet lives; then the message of the first death."""
+        return await self._fleet.watch()
+
+    async def prompts_per_epoch(self) -> int:
+        """Number of prompts in the training data set."""
+        return len(self._data_source)
+
+    async def load_data_state(self, state: dict[str, Any]) -> None:
+        """Continues the data source where a checkpoint left it."""
+        self._data_source.load_state_dict(state)
+
+    async def progress(self) -> tuple[int, int]:
+        """Finished and expected samples of the generation that runs now."""
+        return self._generator.progress() if self._generator else (0, 0)
+
+    async def generate(self, rollout_id: int) -> RolloutResult:
+        """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank."""
+        started = time.perf_counter()
+        if self._args.load_debug_rollout_data:
+            groups, extra = self._replay(rollout_id), {}
+        else:
+            output = await self._generator.generate_rollout(rollout_id, self._data_source)
+            groups, extra = output.groups, output.metrics
+        data_state = self._data_source.state_dict()
+        samples = [sample for group in groups for sample in group]
+        if self._args.save_debug_rollout_data:
+            dump.save_rollout(self._args.save_debug_rollout_data, rollout_id, samples)
+        rewards = rewards_of(self._args, samples)
+        batch = batch_from_samples(samples, rewards.raw, rewards.normalized)
+        shares = self._schedule(batch)
+        versions = {version for sample in samples for version in sample.weight_versions}
+        return RolloutResult(
+            rollout_id=rollout_id,
+            batches=[ray.put(share) for share in shares],
+            metrics={**rollout_metrics(samples, rewards.raw), **extra},
+            data_state=data_state,
+            weight_version=",".join(sorted(versions)),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _replay(self, rollout_id: int) -> list[list[Sample]]:
+        """The recorded samples of this rollout; the data source moves on as if it had generated them."""
+        self._data_source.get_samples(self._args.rollout_batch_size)
+        _, samples = dump.load_rollout(self._args.load_debug_rollout_data, rollout_id)
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_index, []).append(sample)
+        return list(groups.values())
+
+    def _schedule(self, batch: Any) -> list[Any]:
+        args = self._args
+        return schedule_batch(
+            batch,
+            data_parallel_size=self._data_parallel_size,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            balance=args.balance_data,
+        )
+
+    async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
+        """Evaluates every data set; samples are dumped, not returned."""
+        results = await self._generator.evaluate(rollout_id)
+        return results
+
+    async def close(self) -> None:
+        """Ends the client, the router and the servers."""
+        if self._client is not None:
+            await self._client.__aexit__(None, None, None)
+        if self._fleet is not None:
+            await self._fleet.close()
+
+
+torch.set_num_threads(1)

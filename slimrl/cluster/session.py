@@ -1,0 +1,69 @@
+"""Joins the Ray cluster that runs this job, or starts a local one for a bare `python train.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+import ray
+
+from slimrl import platform
+
+WORKER_ENVIRONMENT = {
+    # Several ranks and servers share one machine's cores: one thread each is faster than all fighting.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # The engines are reached on addresses of the cluster; a proxy meant for the internet would swallow the requests.
+    "NO_PROXY": "*",
+    "no_proxy": "*",
+}
+
+
+class SlotsMissingError(RuntimeError):
+    """The Ray cluster has fewer GPU slots than the flags ask for."""
+
+
+def worker_environment(extra: dict[str, str]) -> dict[str, str]:
+    """Environment of every actor: defaults on a CPU machine, what the user exported, then `--train-env-vars`."""
+    defaults = WORKER_ENVIRONMENT if platform.is_cpu() else {}
+    exported = {name: os.environ[name] for name in defaults if name in os.environ and name == "OMP_NUM_THREADS"}
+    return {**defaults, **exported, **extra}
+
+
+@contextlib.contextmanager
+def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]:
+    """Connects to the running cluster (as inside `ray job submit`), else starts a local one; leaves it at the end.
+
+    A local cluster on a machine without GPUs is given `slots_needed` logical GPUs.
+    Raises SlotsMissingError when the cluster can never place the job.
+    """
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(log_to_driver=False, logging_level=log_level)
+        else:
+            # A folder of our own, short enough for the sockets inside it, so that nothing stays behind.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slimrl-ray-", ignore_cleanup_errors=True))
+            logical = {"num_gpus": slots_needed} if platform.is_cpu() else {}
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=log_level,
+                _temp_dir=folder,
+                **logical,
+            )
+        stack.callback(ray.shutdown)
+        check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
+        yield
+
+
+def check_slots(needed: int, present: int) -> None:
+    """Raises SlotsMissingError when `present` < `needed`."""
+    if present < needed:
+        raise SlotsMissingError(
+            f"the flags ask for {needed} GPU slots and the Ray cluster has {present}: start Ray with more"
+            f" (`ray start --num-gpus {needed}` gives logical slots on a machine without GPUs) or lower"
+            " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
+        )

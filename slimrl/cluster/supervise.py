@@ -1,0 +1,75 @@
+"""Waiting for work while watching everybody: the first death ends the wait with one message that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayTaskError
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+class ProcessDiedError(RuntimeError):
+    """A train worker, a server, the router or the rollout manager ended before its time."""
+
+
+class Supervisor:
+    """Owns the watches: object refs that stay pending while a process lives.
+
+    A watch becomes ready (with a message) or fails (with Ray's actor error) when its process dies.
+    """
+
+    def __init__(self) -> None:
+        self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
+
+    def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
+        """Watches `ref`; `describe(error)` makes the message from Ray's error where the ref holds no text."""
+        self._watches[ref] = describe
+
+    def get(self, refs: Sequence[ObjectRef], progress: Callable[[], None] | None = None) -> list[Any]:
+        """`ray.get`, ended early by the first failure among `refs` or the watched processes.
+
+        Raises ProcessDiedError for a death and the task's own exception for a failed call.
+        """
+        pending = list(dict.fromkeys(refs))
+        while pending:
+            timeout = PROGRESS_INTERVAL_S if progress else None
+            ready, _ = ray.wait([*self._watches, *pending], num_returns=1, timeout=timeout)
+            if progress:
+                progress()
+            for ref in ready:
+                if ref in self._watches:
+                    raise ProcessDiedError(self._message(ref))
+                pending.remove(ref)
+                self._raise_failure(ref)
+        return ray.get(list(refs))
+
+    def _message(self, ref: ObjectRef) -> str:
+        describe = self._watches[ref]
+        try:
+            return str(ray.get(ref))
+        except RayActorError as error:
+            return describe(error)
+
+    def _raise_failure(self, ref: ObjectRef) -> None:
+        try:
+            ray.get(ref)
+        except RayActorError as error:
+            raise ProcessDiedError(self._who_died(error)) from error
+        except RayTaskError as error:
+            self._raise_death_behind(error)
+            raise error.as_instanceof_cause() from None
+
+    def _who_died(self, error: RayActorError) -> str:
+        """The dead actor's own watch fails in the same moment: its description names the process."""
+        ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=5.0) if self._watches else ([], [])
+        return self._message(ready[0]) if ready else str(error)
+
+    def _raise_death_behind(self, error: RayTaskError) -> None:
+        """A peer's failed collective or request is often only the echo of a death: name the death itself."""
+        ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=3.0) if self._watches else ([], [])
+        if ready:
+            raise ProcessDiedError(self._message(ready[0])) from error

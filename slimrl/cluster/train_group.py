@@ -1,0 +1,71 @@
+"""All train workers as one: calls go to every rank, answers come from rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.engine_actor import EngineEndpoint
+from slimrl.cluster.slots import TRAIN_SHARE, Slots
+from slimrl.cluster.supervise import Supervisor
+from slimrl.cluster.train_worker import TrainWorker
+
+
+class TrainGroup:
+    """One worker per training slot. Every method blocks until all ranks have answered."""
+
+    def __init__(self, args: Arguments, slots: Slots, supervisor: Supervisor, environment: dict[str, str]) -> None:
+        """Starts the actors and watches them; the model is built by `initialize`."""
+        self._supervisor = supervisor
+        self._check_equal = args.check_weight_update_equal
+        ranks = slots.plan.train
+        log_dir = Path(args.run_dir).absolute() / "logs"
+        self.workers = [
+            TrainWorker.options(
+                **slots.options(slot, TRAIN_SHARE), runtime_env={"env_vars": environment}, name=f"train worker {rank}"
+            ).remote(args, rank, len(ranks), log_dir / f"train-rank{rank}.log")
+            for rank, slot in enumerate(ranks)
+        ]
+        for worker, info in zip(self.workers, self._call("info"), strict=True):
+            supervisor.watch(worker.watch.remote(), info.describe_death)
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._supervisor.get([getattr(worker, method).remote(*arguments) for worker in self.workers])
+
+    def initialize(self) -> tuple[int, dict[str, Any] | None]:
+        """Builds and loads the model on every rank; the first rollout id and the saved data state, if any."""
+        init_method = ray.get(self.workers[0].free_address.remote())
+        answers = self._call("initialize", init_method)
+        starts = {start for start, _ in answers}
+        if len(starts) != 1:
+            raise RuntimeError(f"the train workers loaded different checkpoints: they would start at {sorted(starts)}")
+        return answers[0]
+
+    def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
+        """Prepares weight pushes to the engines."""
+        self._call("connect_engines", endpoints)
+
+    def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> list[dict[str, float]]:
+        """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
+        return self._call("train", rollout_id, batches)[0]
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Pushes the weights under `version`; every engine reports it before this returns."""
+        return self._call("update_weights", str(version), self._check_equal)[0]
+
+    def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
+        """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
+        return self._call("save", rollout_id, data_state)[0]
+
+    def close(self) -> None:
+        """Leaves the process groups in order, then ends the actors."""
+        self._call("close")
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the actors at once."""
+        for worker in self.workers:
+            ray.kill(worker)
