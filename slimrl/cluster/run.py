@@ -64,6 +64,11 @@ class Run:
         self._seconds["generate"] = result.seconds
         return result
 
+    def wait_for(self, generation: ray.ObjectRef) -> None:
+        """Waits until a generation is complete, so that no request is in flight when weights change."""
+        with self._timed("wait_for_rollout"):
+            self._supervisor.get([generation])
+
     def generate(self, rollout_id: int) -> RolloutResult:
         """Generates one rollout and waits for it."""
         return self.finish_generation(self.start_generation(rollout_id))
@@ -80,6 +85,11 @@ class Run:
         """Trains on a rollout; metrics per optimizer step."""
         with self._timed("train"):
             return self._trainers.train(rollout.rollout_id, rollout.batches)
+
+    def weights_due(self, rollout_id: int) -> bool:
+        """Whether the asynchronous loop pushes after this rollout (`--update-weights-interval`, and the last)."""
+        done = rollout_id + 1
+        return done == self.rollout_ids.stop or done % self.args.update_weights_interval == 0
 
     def update_weights(self, version: int) -> None:
         """Pushes the trained weights to every engine; no generation may be running."""
