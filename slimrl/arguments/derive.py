@@ -1,0 +1,86 @@
+"""Values that follow from other flags. Pure arithmetic: files and contradictions are the rules' business.
+
+Every function fills only what the user left open, and never fails: where a value that it needs is missing or wrong,
+it leaves the field as it is and a rule reports the cause.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from slimrl.arguments.namespace import Arguments
+
+
+def derive(args: Arguments) -> None:
+    """Fill in every derived field of `args`, in place; evaluation sets are resolved apart, in `eval_datasets`."""
+    _model(args)
+    _layout(args)
+    _batch(args)
+    _lengths(args)
+    _names(args)
+
+
+def _model(args: Arguments) -> None:
+    if args.num_attention_heads:
+        if args.kv_channels is None and args.hidden_size is not None:
+            args.kv_channels = args.hidden_size // args.num_attention_heads
+        if args.num_query_groups is None and not args.group_query_attention:
+            args.num_query_groups = args.num_attention_heads
+    if args.ffn_hidden_size is None and args.hidden_size is not None:
+        # Megatron-LM's rule: a gated block gets 2/3 of the width, in multiples of 64, for about as many weights
+        args.ffn_hidden_size = 4 * args.hidden_size * 2 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.padded_vocab_size is None and args.vocab_size is not None:
+        unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        if unit > 0:
+            args.padded_vocab_size = -(-args.vocab_size // unit) * unit
+
+
+def _layout(args: Arguments) -> None:
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        args.sequence_parallel = False
+        args.notes.append("--sequence-parallel is off: it shares work among tensor parallel slots and there is 1.")
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = 1
+    model_slots = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if model_slots > 0:
+        args.data_parallel_size = max(args.actor_num_gpus // model_slots, 1)
+    if args.colocate and args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.actor_num_gpus
+    # slime parks each side in host memory under --colocate; here both stay resident until that is served
+    args.offload_train = bool(args.offload_train or args.offload)
+    args.offload_rollout = bool(args.offload_rollout or args.offload)
+
+
+def _batch(args: Arguments) -> None:
+    if args.rollout_batch_size is not None:
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        if args.global_batch_size is None:
+            args.num_steps_per_rollout = args.num_steps_per_rollout or 1
+            args.global_batch_size = samples // args.num_steps_per_rollout
+        elif args.num_steps_per_rollout is None and args.global_batch_size > 0:
+            args.num_steps_per_rollout = samples // args.global_batch_size
+        if args.over_sampling_batch_size is None:
+            args.over_sampling_batch_size = args.rollout_batch_size
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+
+
+def _lengths(args: Arguments) -> None:
+    if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
+        args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+
+
+def _names(args: Arguments) -> None:
+    if args.run_name is None:
+        args.run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    args.run_dir = str(Path(args.runs_dir) / args.run_name)
+    if args.use_tensorboard:
+        levels = [level for level in (args.tb_project_name, args.tb_experiment_name) if level is not None]
+        own_folder = "tensorboard_log" if levels else str(Path(args.run_dir) / "tensorboard")
+        args.tensorboard_dir = str(Path(args.tensorboard_dir or own_folder, *levels))

@@ -1,0 +1,149 @@
+"""One flag = one typed dataclass field: this file says how a field declares its flag and how it is read back.
+
+Promises that a flag's spelling, type, default, help and choices are written in exactly one place; the parser, the
+documentation and the tests all work from the `FlagSpec`s read here. Called by `groups/`, the parser and the docs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_METADATA_KEY = "flag"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSpec:
+    """All that is known of one flag.
+
+    A switch (`value_type` bool) takes no value: a spelling in `on` sets True, one in `off` sets False.
+    Any other flag takes one value, or one and more where `many` is true.
+    """
+
+    dest: str
+    group: str
+    value_type: type
+    many: bool
+    default: Any
+    help: str
+    choices: tuple[Any, ...] | None
+    on: tuple[str, ...]
+    off: tuple[str, ...]
+
+    @property
+    def is_switch(self) -> bool:
+        """True where the flag takes no value."""
+        return self.value_type is bool
+
+    @property
+    def name(self) -> str:
+        """The spelling that messages use."""
+        return (self.on or self.off)[0]
+
+    def convert(self, text: str) -> Any:
+        """`text` as a value of this flag. Raises ValueError with the half sentence that completes "<flag> <text> ..."."""
+        value = _CONVERTERS[self.value_type](text)
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"is not one of {', '.join(map(str, self.choices))}")
+        return value
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    nargs: str | None = None,
+    spellings: Sequence[str] = (),
+    off: Sequence[str] = (),
+    only_off: bool = False,
+) -> Any:
+    """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
+
+    `spellings` are further names of the same flag, `off` are names that set a switch to False; with `only_off` the
+    switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more.
+    """
+    metadata = {
+        _METADATA_KEY: {
+            "help": help,
+            "choices": None if choices is None else tuple(choices),
+            "many": nargs == "+",
+            "spellings": tuple(spellings),
+            "off": tuple(off),
+            "only_off": only_off,
+        }
+    }
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_specs(group: type) -> list[FlagSpec]:
+    """The flags a group dataclass declares, in the order they are written."""
+    hints = typing.get_type_hints(group)
+    return [
+        _spec_of_field(field, hints[field.name], group.__name__.removesuffix("Arguments"))
+        for field in dataclasses.fields(group)
+        if _METADATA_KEY in field.metadata
+    ]
+
+
+def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> FlagSpec:
+    declared = field.metadata[_METADATA_KEY]
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    own_name = () if declared["only_off"] else ("--" + field.name.replace("_", "-"),)
+    return FlagSpec(
+        dest=field.name,
+        group=group,
+        value_type=_value_type(hint),
+        many=declared["many"],
+        default=default,
+        help=declared["help"],
+        choices=declared["choices"],
+        on=own_name + declared["spellings"],
+        off=declared["off"],
+    )
+
+
+def _value_type(hint: Any) -> type:
+    """The type of one value: `int | None` is int, `list[str]` is str, `dict[...]` is dict (a JSON object)."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0]
+    return typing.get_origin(hint) or hint
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError("is not a finite number")
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object such as '{\"enable_thinking\": false}'")
+    return value
+
+
+_CONVERTERS: dict[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: str, dict: _json_object}

@@ -1,0 +1,1 @@
+"""The flags, one dataclass per theme; every flag is declared here and nowhere else."""

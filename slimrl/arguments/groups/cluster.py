@@ -1,0 +1,47 @@
+"""Flags that say how many slots each side gets. A slot is one GPU, or one CPU share on a machine without GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from slimrl.arguments.flag import flag
+
+
+@dataclasses.dataclass
+class ClusterArguments:
+    """Slots, placement and process groups."""
+
+    actor_num_nodes: int = flag(1, "nodes given to training (count)")
+    actor_num_gpus_per_node: int = flag(
+        8, "slots used for training on each of those nodes (count); the training world size is nodes x this"
+    )
+    rollout_num_gpus: int | None = flag(
+        None, "slots for all inference engines together (count; with --colocate the training slots, else required)"
+    )
+    rollout_num_gpus_per_engine: int = flag(1, "slots of one SGLang engine, its tensor parallel size (count)")
+    num_gpus_per_node: int = flag(8, "slots a node has (count); an engine never spans nodes")
+    colocate: bool = flag(False, "train and generate on the same slots; without it each side has its own")
+    offload: bool = flag(False, "short for --offload-train --offload-rollout; this version keeps both sides resident")
+    offload_train: bool | None = flag(
+        None,
+        "park the training state in host memory while generating; this version keeps it resident",
+        off=("--no-offload-train",),
+    )
+    offload_rollout: bool | None = flag(
+        None,
+        "release the engines' memory while training; this version keeps it resident",
+        off=("--no-offload-rollout",),
+    )
+    distributed_backend: str | None = flag(
+        None,
+        "torch.distributed backend of the training processes (nccl on GPUs, gloo on CPU)",
+        choices=("nccl", "gloo"),
+    )
+    distributed_timeout_minutes: int = flag(10, "longest wait of one training collective (minutes)")
+    train_env_vars: dict[str, Any] = flag({}, "environment variables for the training processes (JSON object)")
+
+    @property
+    def actor_num_gpus(self) -> int:
+        """Slots of the whole training group."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node

@@ -1,0 +1,25 @@
+"""Flags of the prompt data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from slimrl.arguments.flag import flag
+
+
+@dataclasses.dataclass
+class DataArguments:
+    """Where prompts come from and which columns hold what."""
+
+    prompt_data: str | None = flag(
+        None, "training prompts: .jsonl or .parquet (path, required); path@[a:b] takes the rows a to b-1"
+    )
+    input_key: str = flag("input", "column with the prompt: a string or a list of messages")
+    label_key: str | None = flag(None, "column with the true answer (no label)")
+    metadata_key: str = flag("metadata", "column copied to Sample.metadata where the row has it")
+    tool_key: str = flag("tools", "column with tool schemas for the chat template where the row has it")
+    apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = flag(
+        {}, "keyword arguments of the chat template (JSON object), for example enable_thinking"
+    )

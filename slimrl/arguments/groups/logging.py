@@ -1,0 +1,22 @@
+"""Flags of the run's name, folder, log and charts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slimrl.arguments.flag import flag
+
+
+@dataclasses.dataclass
+class LoggingArguments:
+    """What is written down and where."""
+
+    run_name: str | None = flag(None, "name of the run (date-time-process id)")
+    runs_dir: str = flag("runs", "folder of all runs (path); this run writes to <runs dir>/<run name>")
+    log_level: str = flag("INFO", "least important log line shown", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    use_tensorboard: bool = flag(False, "write TensorBoard scalars")
+    tensorboard_dir: str | None = flag(
+        None, "folder for TensorBoard (path; <run folder>/tensorboard, or tensorboard_log with the two names below)"
+    )
+    tb_project_name: str | None = flag(None, "first folder level below the TensorBoard folder (none)")
+    tb_experiment_name: str | None = flag(None, "second folder level below the TensorBoard folder (none)")

@@ -1,0 +1,21 @@
+"""Flags of the reward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slimrl.arguments.flag import flag
+
+RM_TYPES = ("deepscaler", "math")
+
+
+@dataclasses.dataclass
+class RewardArguments:
+    """How a response is judged."""
+
+    rm_type: str | None = flag(None, "built-in reward; a sample's metadata.rm_type goes before it", choices=RM_TYPES)
+    custom_rm_path: str | None = flag(None, "reward function (dotted import path); goes before --rm-type")
+    reward_key: str | None = flag(None, "entry to train on where the reward is a dict")
+    custom_reward_post_process_path: str | None = flag(
+        None, "function that turns raw rewards into training rewards (dotted import path; group normalisation)"
+    )

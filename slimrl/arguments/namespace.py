@@ -1,0 +1,119 @@
+"""`Arguments`: the one flat namespace that train.py, the actors and every hook receive.
+
+It inherits each flag group, adds what is computed from the flags, and holds plain data only, so that it pickles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from slimrl.arguments.flag import FlagSpec, flag_specs
+from slimrl.arguments.groups.algorithm import AlgorithmArguments
+from slimrl.arguments.groups.checkpoint import CheckpointArguments
+from slimrl.arguments.groups.cluster import ClusterArguments
+from slimrl.arguments.groups.data import DataArguments
+from slimrl.arguments.groups.debug import DebugArguments
+from slimrl.arguments.groups.engine import EngineArguments
+from slimrl.arguments.groups.evaluation import EvalArguments
+from slimrl.arguments.groups.logging import LoggingArguments
+from slimrl.arguments.groups.model import ModelArguments
+from slimrl.arguments.groups.optimizer import OptimizerArguments
+from slimrl.arguments.groups.parallel import ParallelArguments
+from slimrl.arguments.groups.reward import RewardArguments
+from slimrl.arguments.groups.rollout import RolloutArguments
+from slimrl.arguments.groups.train_batch import TrainBatchArguments
+from slimrl.arguments.groups.weight_update import WeightUpdateArguments
+
+GROUPS: tuple[type, ...] = (
+    ClusterArguments,
+    ModelArguments,
+    ParallelArguments,
+    CheckpointArguments,
+    DataArguments,
+    RolloutArguments,
+    RewardArguments,
+    EvalArguments,
+    TrainBatchArguments,
+    AlgorithmArguments,
+    OptimizerArguments,
+    WeightUpdateArguments,
+    EngineArguments,
+    LoggingArguments,
+    DebugArguments,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalDataset:
+    """One evaluation set with every value resolved: nothing is left to look up elsewhere."""
+
+    name: str
+    path: str
+    n_samples_per_eval_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int | None
+    max_prompt_len: int | None
+    max_context_len: int | None
+    min_new_tokens: int | None
+    stop: list[str] | None
+    stop_token_ids: list[int] | None
+    skip_special_tokens: bool
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str
+    apply_chat_template: bool
+    apply_chat_template_kwargs: dict[str, Any]
+    rm_type: str | None
+    custom_rm_path: str | None
+    reward_key: str | None
+    custom_generate_function_path: str | None
+    metadata_overrides: dict[str, Any]
+
+
+@dataclasses.dataclass
+class DerivedArguments:
+    """What no flag sets directly: computed after parsing by `derive`."""
+
+    sglang_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
+    run_dir: str = ""
+    data_parallel_size: int = 1
+    notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
+
+
+@dataclasses.dataclass
+class Arguments(
+    ClusterArguments,
+    ModelArguments,
+    ParallelArguments,
+    CheckpointArguments,
+    DataArguments,
+    RolloutArguments,
+    RewardArguments,
+    EvalArguments,
+    TrainBatchArguments,
+    AlgorithmArguments,
+    OptimizerArguments,
+    WeightUpdateArguments,
+    EngineArguments,
+    LoggingArguments,
+    DebugArguments,
+    DerivedArguments,
+):
+    """Every flag and everything derived from them, one attribute each."""
+
+    @property
+    def run_path(self) -> Path:
+        """`run_dir` as a Path."""
+        return Path(self.run_dir)
+
+
+def all_flag_specs() -> list[FlagSpec]:
+    """Every declared flag, group by group."""
+    return [spec for group in GROUPS for spec in flag_specs(group)]

@@ -1,0 +1,51 @@
+"""`parse_args`: from a command line to a checked `Arguments`, or to every problem at once and exit code 2."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from slimrl.arguments.derive import derive
+from slimrl.arguments.namespace import Arguments, all_flag_specs
+from slimrl.arguments.parser import parse_line
+from slimrl.arguments.passthrough import PassthroughTables
+from slimrl.arguments.problem import Problem, report
+
+logger = logging.getLogger(__name__)
+
+
+def parse_args(
+    argv: Sequence[str], *, entry: str = "train.py", passthrough: PassthroughTables | None = None
+) -> Arguments:
+    """Parse, derive and check a command line.
+
+    `entry` is the program that asks: "train.py" and "train_async.py" check everything, a tool only what describes the
+    model. `passthrough` maps a prefix ("sglang", "router") to a function listing the engine's flags; it is called only
+    where the command line has such a flag. With problems, prints all of them to stderr and exits with code 2.
+    """
+    args, problems = read_args(argv, entry=entry, passthrough=passthrough)
+    if problems:
+        _exit_with(problems, entry)
+    for note in args.notes:
+        logger.warning(note)
+    return args
+
+
+def read_args(
+    argv: Sequence[str], *, entry: str = "train.py", passthrough: PassthroughTables | None = None
+) -> tuple[Arguments, list[Problem]]:
+    """Like `parse_args`, but returns the problems instead of printing them; prints nothing and never exits."""
+    parsed = parse_line(argv, all_flag_specs(), passthrough or {})
+    args = Arguments(**parsed.values)
+    args.sglang_options = parsed.options.get("sglang", {})
+    args.router_options = parsed.options.get("router", {})
+    derive(args)
+    return args, parsed.problems
+
+
+def _exit_with(problems: Sequence[Problem], entry: str) -> NoReturn:
+    print(report(problems, Path(entry).name), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,128 @@
+"""Reads a command line into values: one pass that never stops at the first error.
+
+Promises: exact spellings only, the last occurrence of a flag wins, `--flag value` and `--flag=value` are the same, and
+every word that could not be used is reported as a `Problem`. Nothing here looks at files or at other flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.passthrough import (
+    PassthroughTables,
+    Spelling,
+    own_spellings,
+    passthrough_spellings,
+)
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.unserved import UNSERVED_FLAGS
+
+
+@dataclasses.dataclass
+class ParsedLine:
+    """Values by field name, the engines' options by prefix, and what was wrong."""
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Occurrence:
+    """One flag as typed, with the words that follow it up to the next flag."""
+
+    name: str
+    words: list[str]
+    joined: bool  # typed as --flag=value
+
+
+def parse_line(argv: Sequence[str], specs: list[FlagSpec], passthrough: PassthroughTables) -> ParsedLine:
+    """Read `argv` against slimrl's flags and, only where it has such a flag, the engines' flags."""
+    parsed = ParsedLine(options={prefix: {} for prefix in passthrough})
+    occurrences = _split(argv, parsed.problems)
+    spellings = own_spellings(specs)
+    for prefix, list_flags in passthrough.items():
+        if any(item.name.startswith(f"--{prefix}-") and item.name not in spellings for item in occurrences):
+            spellings = passthrough_spellings(prefix, list_flags()) | spellings
+    for occurrence in occurrences:
+        spelling = spellings.get(occurrence.name)
+        if spelling is None:
+            parsed.problems.append(_unknown(occurrence.name, list(spellings)))
+        else:
+            _store(occurrence, spelling, parsed)
+    return parsed
+
+
+def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
+    """Cut the command line at the flags. Words before the first flag are problems."""
+    occurrences: list[_Occurrence] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            occurrences.append(_Occurrence(name, [value] if equals else [], bool(equals)))
+        elif occurrences:
+            occurrences[-1].words.append(word)
+        else:
+            problems.append(Problem(word, f"{word!r} stands before the first flag: every value follows its --flag."))
+    return occurrences
+
+
+def _unknown(name: str, known: list[str]) -> Problem:
+    if name in UNSERVED_FLAGS:
+        return Problem(name, f"{name} is a flag that this version of slimrl does not serve yet: leave it out.")
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    mend = f"did you mean {nearest[0]}?" if nearest else "see docs/flags.md for all flags."
+    return Problem(name, f"unknown flag {name}: {mend}")
+
+
+def _store(occurrence: _Occurrence, spelling: Spelling, parsed: ParsedLine) -> None:
+    target, name, words = spelling.target, occurrence.name, occurrence.words
+    into = parsed.values if spelling.prefix is None else parsed.options[spelling.prefix]
+    if not isinstance(target, FlagSpec) and target.managed_by is not None:
+        parsed.problems.append(Problem(name, f"{name} is set by slimrl itself ({target.managed_by}): leave it out."))
+    elif spelling.switch_value is not None:
+        into[target.dest] = spelling.switch_value
+        if words:
+            parsed.problems.append(_too_many(name, words, "a switch that takes no value"))
+    else:
+        _store_value(occurrence, spelling, into, parsed.problems)
+
+
+def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, Any], problems: list[Problem]) -> None:
+    target, name, words = spelling.target, occurrence.name, occurrence.words
+    least, most, as_list = _arity(target)
+    if len(words) < least:
+        given = "none is" if not words else f"{len(words)} are"
+        wants = "a value" if least == 1 else f"{least} values"
+        problems.append(Problem(name, f"{name} wants {wants} and {given} given: write {name} <value>."))
+        return
+    if most is not None and len(words) > most:
+        wants = "takes one value" if most == 1 else f"takes {most} values"
+        problems.append(_too_many(name, words[most:], f"a flag that {wants}"))
+        words = words[:most]
+    values = []
+    for word in words:
+        try:
+            values.append(target.convert(word))
+        except ValueError as error:
+            problems.append(Problem(name, f"{name} {word} {error}."))
+            return
+    into[target.dest] = values if as_list else values[0] if values else None
+
+
+def _arity(target: Any) -> tuple[int, int | None, bool]:
+    """Least and most number of words a flag takes (None: no limit), and whether its value is a list."""
+    if isinstance(target, FlagSpec):
+        return (1, None, True) if target.many else (1, 1, False)
+    if isinstance(target.nargs, int):
+        return target.nargs, target.nargs, True
+    return {None: (1, 1, False), "?": (0, 1, False), "*": (0, None, True), "+": (1, None, True)}[target.nargs]
+
+
+def _too_many(name: str, words: Sequence[str], kind: str) -> Problem:
+    extra = " ".join(words)
+    return Problem(name, f"{name} is {kind}, so {extra!r} after it belongs to no flag: remove it or name its flag.")
