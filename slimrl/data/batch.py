@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from slimrl.data.sample import Sample, SampleStatus
+
+_TOKEN_COLUMNS = ("tokens",)
+_RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")
+_SAMPLE_COLUMNS = (
+    "total_lengths",
+    "response_lengths",
+    "raw_rewards",
+    "rewards",
+    "group_ids",
+    "sample_ids",
+    "truncated",
+)
+_SCHEDULE_COLUMNS = ("micro_batches", "samples_per_step", "tokens_per_step")
+_FILE_FORMAT = "slimrl-rollout-batch-1"
 
 
 @dataclasses.dataclass
@@ -33,3 +55,121 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.total_lengths.numel()
+
+    @property
+    def token_offsets(self) -> Tensor:
+        """int64 [n + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        return _offsets(self.total_lengths)
+
+    @property
+    def response_offsets(self) -> Tensor:
+        """int64 [n + 1]: the response of sample i is `[offsets[i]:offsets[i + 1]]` of a response column."""
+        return _offsets(self.response_lengths)
+
+    def select(self, rows: Sequence[int] | Tensor) -> RolloutBatch:
+        """A copy with these rows in this order (a row may repeat) and no schedule. Raises IndexError on a bad row."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}: the batch has {len(self)}")
+        tokens = _ragged_index(self.token_offsets, self.total_lengths, index)
+        responses = _ragged_index(self.response_offsets, self.response_lengths, index)
+        return RolloutBatch(
+            **{name: getattr(self, name)[tokens] for name in _TOKEN_COLUMNS},
+            **{name: getattr(self, name)[responses] for name in _RESPONSE_COLUMNS},
+            **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, the schedule in its metadata as JSON; replaces `path` atomically."""
+        from safetensors.torch import save_file
+
+        columns = {name: getattr(self, name).contiguous() for name in _tensor_columns()}
+        schedule = json.dumps({name: getattr(self, name) for name in _SCHEDULE_COLUMNS})
+        unfinished = f"{path}.{os.getpid()}.tmp"
+        save_file(columns, unfinished, metadata={"format": _FILE_FORMAT, "schedule": schedule})
+        os.replace(unfinished, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RolloutBatch:
+        """The inverse of `save`. Raises ValueError where the file is not such a batch."""
+        from safetensors import safe_open
+
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FILE_FORMAT:
+                raise ValueError(f"{path} is no rollout batch: its format is {metadata.get('format')!r}")
+            columns = {name: file.get_tensor(name) for name in _tensor_columns()}
+        return cls(**columns, **json.loads(metadata["schedule"]))
+
+
+def batch_from_samples(samples: list[Sample], rewards: Tensor, *, reward_key: str | None) -> RolloutBatch:
+    """Lay generated samples out as columns, in their order and without a schedule.
+
+    `rewards` [n] are the normalised rewards; the raw ones are read from the samples with `reward_key`.
+    A sample without a loss mask trains on its whole response; one with `remove_sample` on nothing.
+
+    Raises ValueError, naming the sample, where it is incomplete or its lengths disagree.
+    """
+    if rewards.shape != (len(samples),):
+        raise ValueError(f"{len(samples)} samples came with rewards of shape {list(rewards.shape)}: one each is needed")
+    for position, sample in enumerate(samples):
+        _check(sample, position)
+    return RolloutBatch(
+        tokens=_column("q", (sample.tokens for sample in samples)),
+        total_lengths=torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64),
+        response_lengths=torch.tensor([sample.response_length for sample in samples], dtype=torch.int64),
+        loss_mask=_column("f", (_loss_mask(sample) for sample in samples)),
+        rollout_log_probs=_column("f", (sample.rollout_log_probs or [] for sample in samples)),
+        raw_rewards=torch.tensor([sample.reward_value(reward_key) for sample in samples], dtype=torch.float32),
+        rewards=rewards.to(torch.float32),
+        group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
+        sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),
+        truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
+    )
+
+
+def _check(sample: Sample, position: int) -> None:
+    name = f"sample {sample.index} (number {position} of the rollout)"
+    if sample.index is None or sample.group_index is None:
+        raise ValueError(f"{name} has no index or no group_index: the data source sets both, keep them when copying")
+    if not 0 <= sample.response_length < len(sample.tokens):
+        raise ValueError(
+            f"{name} has {len(sample.tokens)} tokens and response_length {sample.response_length}:"
+            " tokens must hold the prompt (at least one token) and the response"
+        )
+    if sample.rollout_log_probs is None and sample.response_length:
+        raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
+    for field in _RESPONSE_COLUMNS:
+        values = getattr(sample, field)
+        if values is not None and len(values) != sample.response_length:
+            raise ValueError(f"{name} has {len(values)} {field} for {sample.response_length} response tokens")
+
+
+def _loss_mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+
+
+def _column(typecode: Literal["q", "f"], parts: Iterable[list[int] | list[float]]) -> Tensor:
+    """Lists end to end as int64 ("q") or float32 ("f"); through `array`, 5 times faster than torch.tensor."""
+    values = array(typecode)
+    for part in parts:
+        values.extend(part)
+    dtype = torch.int64 if typecode == "q" else torch.float32
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _ragged_index(offsets: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    """Positions of the values of `rows`, end to end."""
+    chosen = lengths[rows]
+    shift = offsets[rows] - _offsets(chosen)[:-1]
+    return torch.repeat_interleave(shift, chosen) + torch.arange(int(chosen.sum()))
+
+
+def _tensor_columns() -> tuple[str, ...]:
+    return _TOKEN_COLUMNS + _RESPONSE_COLUMNS + _SAMPLE_COLUMNS

@@ -1,0 +1,113 @@
+"""Cut a rollout into optimizer steps, data-parallel ranks and micro-batches.
+
+Promises: deterministic; every sample exactly once; steps of `global_batch_size` samples in their order;
+the same number of micro-batches on every rank; none empty; none above the cap except a longer sample alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slimrl.data import bins
+from slimrl.data.batch import RolloutBatch
+
+# A token's attention costs as much as the rest of the layer at 6 to 12 times the hidden size; 4-8 B models.
+DEFAULT_BREAK_EVEN_TOKENS = 32_768
+
+
+def schedule_batch(
+    batch: RolloutBatch,
+    *,
+    data_parallel_size: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_tokens_per_micro_batch: int | None,
+    balance: bool,
+    break_even_tokens: int = DEFAULT_BREAK_EVEN_TOKENS,
+) -> list[RolloutBatch]:
+    """One batch per data-parallel rank, its rows and its schedule; see the module's promises.
+
+    With `max_tokens_per_micro_batch` (prompt + response tokens) micro-batches hold as many samples as fit, and
+    there are as few as can be found; with None they hold `micro_batch_size` samples. `balance` evens out over the
+    ranks the cost `length + length**2 / break_even_tokens` (linear layers + attention); without it samples
+    stay in their order as far as the packing allows. `samples_per_step` and `tokens_per_step` count the samples
+    and the trained tokens of all ranks.
+
+    Raises ValueError where the samples do not divide into steps, ranks or micro-batches.
+    """
+    if len(batch) == 0 or len(batch) % global_batch_size:
+        raise ValueError(
+            f"the rollout has {len(batch)} samples, which --global-batch-size {global_batch_size} does not divide:"
+            " every sample must belong to an optimizer step"
+        )
+    lengths = batch.total_lengths.tolist()
+    costs = [length + length * length / break_even_tokens for length in lengths]
+    if max_tokens_per_micro_batch is None:
+        _check_static(global_batch_size, data_parallel_size, micro_batch_size)
+
+    steps = []  # [step][rank][micro-batch] -> rows of the whole batch
+    for start in range(0, len(batch), global_batch_size):
+        rows = range(start, start + global_batch_size)
+        if max_tokens_per_micro_batch is None:
+            groups = _fixed_groups(rows, costs, micro_batch_size, balance)
+        else:
+            groups = _dynamic_groups(rows, lengths, costs, max_tokens_per_micro_batch, data_parallel_size)
+        steps.append(_to_ranks(groups, costs, data_parallel_size, balance))
+
+    trained = _trained_tokens(batch)
+    starts = range(0, len(batch), global_batch_size)
+    tokens_per_step = [sum(trained[start : start + global_batch_size]) for start in starts]
+    per_rank = []
+    for rank in range(data_parallel_size):
+        per_rank.append(_rank_batch(batch, [step[rank] for step in steps]))
+        per_rank[-1].samples_per_step = [global_batch_size] * len(steps)
+        per_rank[-1].tokens_per_step = list(tokens_per_step)
+    return per_rank
+
+
+def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_size: int) -> None:
+    if global_batch_size % (data_parallel_size * micro_batch_size):
+        raise ValueError(
+            f"--global-batch-size {global_batch_size} is not divisible by {data_parallel_size} data-parallel ranks x"
+            f" --micro-batch-size {micro_batch_size}: change one of them, or use --use-dynamic-batch-size"
+        )
+
+
+def _fixed_groups(rows: Sequence[int], costs: Sequence[float], size: int, balance: bool) -> bins.Bins:
+    """Chunks of `size` rows; balanced, of similar cost, so that `deal` can even them out."""
+    order = sorted(rows, key=lambda row: (-costs[row], row)) if balance else list(rows)
+    return [sorted(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def _dynamic_groups(
+    rows: Sequence[int], lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int
+) -> bins.Bins:
+    """Micro-batches under the cap, as few as found, their number a multiple of the ranks; rows ascending in each."""
+    packed = bins.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks)
+    return [sorted(rows[position] for position in group) for group in packed]
+
+
+def _to_ranks(groups: bins.Bins, costs: Sequence[float], ranks: int, balance: bool) -> list[bins.Bins]:
+    if balance:
+        return bins.deal(groups, costs, ranks)
+    in_order = sorted(groups)
+    share = len(in_order) // ranks
+    return [in_order[rank * share : (rank + 1) * share] for rank in range(ranks)]
+
+
+def _trained_tokens(batch: RolloutBatch) -> list[int]:
+    """Number of unmasked response tokens of each sample."""
+    running = torch.zeros(batch.loss_mask.numel() + 1, dtype=torch.int64)
+    torch.cumsum(batch.loss_mask != 0, 0, out=running[1:])
+    return running[batch.response_offsets].diff().tolist()
+
+
+def _rank_batch(batch: RolloutBatch, micro_batches: list[bins.Bins]) -> RolloutBatch:
+    """The rows of one rank in ascending order, with `micro_batches` [step][micro-batch] renumbered to them."""
+    rows = sorted(row for step in micro_batches for group in step for row in group)
+    local = {row: position for position, row in enumerate(rows)}
+    result = batch.select(rows)
+    result.micro_batches = [[[local[row] for row in group] for group in step] for step in micro_batches]
+    return result
