@@ -1,0 +1,195 @@
+"""Makes megatron-core run where CUDA is not available; does nothing where it is.
+
+Promises that only objects inside `megatron.core` change: each of its modules sees a stand-in under its own
+global name `torch`, whose CUDA calls answer for the CPU; torch itself and every other package stay untouched.
+Called once by `parallel.initialize`, after the modules in use are imported; calling it again is harmless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from slimrl.platform import is_cpu
+
+# The strategies are imported lazily by dist_checkpointing: a module that is not loaded cannot be rebound.
+_LAZY_MODULES = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.common",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+)
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange")
+_TENSOR_TYPES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
+# Functions that move a tensor with `.cuda()`: (module, qualified name).
+_CUDA_METHOD_CALLERS = (
+    ("megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.restore_from_cpu"),
+    ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_gather_rounds"),
+    ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_broadcast"),
+)
+
+
+class _StandIn(types.ModuleType):
+    """A module that answers with its own attributes first and with the wrapped module's otherwise."""
+
+    def __init__(self, wrapped: types.ModuleType, **overrides: Any):
+        super().__init__(wrapped.__name__)
+        self.__dict__.update(overrides, _wrapped=wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_wrapped"], name)
+
+
+class _NullStream:
+    """Stands for a CUDA stream or event: on the CPU all work is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _NullStream]:
+        return lambda *args, **kwargs: self
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """The tensor factory with `device="cuda…"` read as the CPU and page-locking left out."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _torch_stand_in() -> _StandIn:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    stream = _NullStream()
+    generator = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": torch.manual_seed}
+    cuda = _StandIn(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=nothing,
+        set_device=nothing,
+        empty_cache=nothing,
+        Stream=_NullStream,
+        Event=_NullStream,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        random=_StandIn(torch.cuda.random, **generator),
+        **generator,
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _StandIn(torch, cuda=cuda, cpu=cuda, **factories)
+
+
+def _megatron_modules() -> list[types.ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
+
+
+def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """Every function defined in `module`, methods included, decorators that keep `__wrapped__` looked through."""
+    holders = [vars(module)]
+    holders += [vars(c) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    for holder in holders:
+        for value in holder.values():
+            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            while hasattr(function, "__wrapped__"):
+                function = function.__wrapped__
+            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                yield function
+
+
+def _replace_in_code(code: types.CodeType, constants: dict[str, str], names: dict[str, str]) -> types.CodeType:
+    """`code` with string constants (also inside tuples and nested code) and attribute names exchanged."""
+
+    def exchange(constant: Any) -> Any:
+        if isinstance(constant, types.CodeType):
+            return _replace_in_code(constant, constants, names)
+        if isinstance(constant, tuple):
+            return tuple(exchange(item) for item in constant)
+        return constants.get(constant, constant) if isinstance(constant, str) else constant
+
+    return code.replace(
+        co_consts=tuple(exchange(constant) for constant in code.co_consts),
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+    )
+
+
+def _accept_cpu_tensor_types() -> None:
+    """Optimizers and clipping compare `param.type()` with "torch.cuda.FloatTensor": let them name the CPU type."""
+    constants = {f"torch.cuda.{name}": f"torch.{name}" for name in _TENSOR_TYPES}
+    for module in _megatron_modules():
+        if module.__name__.startswith("megatron.core.optimizer"):
+            for function in _functions(module):
+                function.__code__ = _replace_in_code(function.__code__, constants, {})
+
+
+def _stay_on_cpu_in_cuda_calls() -> None:
+    """Read `tensor.cuda()` as `tensor.cpu()` in the functions that use it (`torch.cpu` of the stand-in is its `cuda`)."""
+    for module_name, qualified_name in _CUDA_METHOD_CALLERS:
+        target: Any = sys.modules[module_name]
+        for part in qualified_name.split("."):
+            target = getattr(target, part)
+        while hasattr(target, "__wrapped__"):
+            target = target.__wrapped__
+        target.__code__ = _replace_in_code(target.__code__, {}, {"cuda": "cpu"})
+
+
+def _unwrap_compiled_functions() -> None:
+    """Use the plain Python of `@jit_fuser` functions: torch.compile costs 3 to 10 s per process and gains nothing here."""
+    for module in _megatron_modules():
+        holders = [module] + [
+            c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
+        ]
+        for holder in holders:
+            for name, value in list(vars(holder).items()):
+                compiled = value.__func__ if isinstance(value, staticmethod) else value
+                original = getattr(compiled, "_torchdynamo_orig_callable", None)
+                if original is not None:
+                    setattr(holder, name, staticmethod(original) if isinstance(value, staticmethod) else original)
+
+
+def activate() -> None:
+    """Prepare every megatron-core module in use for the CPU; no effect where CUDA is available."""
+    if not is_cpu():
+        return
+    for name in _LAZY_MODULES:
+        importlib.import_module(name)
+    stand_in = _torch_stand_in()
+    for module in _megatron_modules():
+        if vars(module).get("torch") is torch:
+            module.torch = stand_in
+    _unwrap_compiled_functions()
+    _accept_cpu_tensor_types()
+    _stay_on_cpu_in_cuda_calls()
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    # The original queues a call for when CUDA initialises, which never happens: the state would silently not be set.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)

@@ -1,0 +1,55 @@
+"""Builds the model of a training worker from flags.
+
+Promises a bare `GPTModel` on this process' device, with vocabulary-parallel logits over the padded vocabulary
+and every parameter marked the way gradient reduction needs. Called by the trainer and by the converters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from slimrl.megatron.config import transformer_config
+from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.spec import block_spec
+
+if TYPE_CHECKING:
+    from slimrl.arguments import Arguments
+
+
+def build_model(args: Arguments, parallel: ParallelState) -> GPTModel:
+    """This rank's part of the model, freshly initialised; `parallel.initialize` must have run.
+
+    The logits of `model(...)` are [1, tokens, padded_vocab_size / tp], in the parameters' dtype.
+    """
+    config = transformer_config(args)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+    )
+    mark_expert_parameters(model)
+    return model.to(parallel.device)
+
+
+def mark_expert_parameters(model: torch.nn.Module) -> None:
+    """Have expert weights reduced over the expert-data-parallel group.
+
+    megatron-core marks them only where expert parallelism is larger than 1; with tensor parallelism alone their
+    gradients would silently stay unreduced, and checkpoints could not change their expert layout.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

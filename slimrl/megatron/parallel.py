@@ -1,0 +1,111 @@
+"""The process groups of a training worker.
+
+Owns the opening and closing of torch.distributed and of megatron-core's groups for one process. Promises that
+after `initialize` the CPU stand-ins are in place, the device is bound and every generator is seeded. Called by
+the trainer and by the converters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from slimrl.arguments import Arguments
+from slimrl.megatron import cpu
+from slimrl.platform import backend_name, bind_local_device, seed_everything
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelState:
+    """Where this process stands: ranks and sizes along each axis, and the groups collectives run in."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    cp_rank: int
+    cp_size: int
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True on ranks that hold the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True on ranks that produce logits."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def initialize(
+    args: Arguments, *, rank: int, world_size: int, local_rank: int = 0, init_method: str = "env://"
+) -> ParallelState:
+    """Open torch.distributed and megatron-core's groups; returns where this process stands.
+
+    Collective over `world_size` processes. `init_method` is torch's, for example "tcp://host:port". Raises
+    ValueError where the parallel sizes do not divide the world.
+    """
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % model_parallel:
+        raise ValueError(
+            f"{world_size} training ranks cannot be split into model copies of {model_parallel} ranks"
+            f" (--tensor-model-parallel-size {args.tensor_model_parallel_size} x --pipeline-model-parallel-size"
+            f" {args.pipeline_model_parallel_size} x --context-parallel-size {args.context_parallel_size}):"
+            " change the number of ranks or one of the three sizes"
+        )
+    device = bind_local_device(local_rank)
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    dist.init_process_group(backend_name(), init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    cpu.activate()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        # On the CPU every group already is a gloo group; a second set would only cost start-up time.
+        create_gloo_process_groups=device.type == "cuda",
+    )
+    # Pipeline stages draw different numbers; data-parallel copies must not (their weights start equal).
+    stage_seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    seed_everything(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
+    return _current_state(rank, world_size, device)
+
+
+def _current_state(rank: int, world_size: int, device: torch.device) -> ParallelState:
+    groups = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "pp_group": parallel_state.get_pipeline_model_parallel_group(),
+        "dp_group": parallel_state.get_data_parallel_group(),
+        "cp_group": parallel_state.get_context_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    places = {}
+    for axis in ("tp", "pp", "dp", "cp"):
+        group = groups[f"{axis}_group"]
+        places |= {f"{axis}_rank": group.rank(), f"{axis}_size": group.size()}
+    return ParallelState(rank=rank, world_size=world_size, device=device, **places, **groups)
+
+
+def shutdown() -> None:
+    """Close megatron-core's groups and torch.distributed; harmless where nothing is open."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
