@@ -15,6 +15,8 @@ Bins = list[list[int]]  # positions of the samples in each bin
 # Branch-and-bound is for small inputs, where a bin more or less matters; the limit keeps it to milliseconds.
 _SEARCH_MAX_SAMPLES = 64
 _SEARCH_MAX_NODES = 20_000
+# Full bins that spreading may look at, per sample, before it gives up: where the cap is so tight, it seldom succeeds.
+_SPREAD_PATIENCE = 12
 
 
 def lower_bound(lengths: Sequence[int], cap: int) -> int:
@@ -29,48 +31,94 @@ def lower_bound(lengths: Sequence[int], cap: int) -> int:
     return over + max(by_volume, by_size)
 
 
-def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, multiple: int) -> Bins:
-    """Bins of at most `cap` tokens, their number the smallest multiple of `multiple` that is found, none empty.
+def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -> list[Bins]:
+    """Bins of at most `cap` tokens for each rank: as few as can be found, the same number on every rank, none empty.
 
-    A sample longer than the cap has a bin of its own. `costs` are evened out over the bins where the cap
-    leaves room. Tries, for each number of bins from the lower bound up: even spreading, best-fit
-    decreasing, and (small inputs only) an exact search.
+    A sample longer than the cap has a bin of its own. `costs` are evened out over the ranks, and over the bins
+    of a rank, as far as the cap leaves room. Bins stand dearest first, so that ranks work on similar ones together.
 
-    Raises ValueError where there are fewer samples than bins needed.
+    Raises ValueError where there are fewer samples than bins.
     """
-    n_bins = -(-max(lower_bound(lengths, cap), 1) // multiple) * multiple
     tight = best_fit_decreasing(lengths, cap)
-    while True:
-        if n_bins > len(lengths):
-            raise ValueError(
-                f"{len(lengths)} samples cannot fill {n_bins} micro-batches (a multiple of {multiple} ranks, at most"
-                f" {cap} tokens each): raise --max-tokens-per-gpu, or make --global-batch-size a multiple of the ranks"
-            )
-        even = spread(lengths, costs, cap, n_bins)
-        if even is not None:
-            return even
-        if len(tight) <= n_bins:
-            return split_to(tight, costs, n_bins)
-        exact = search(lengths, cap, n_bins) if len(lengths) <= _SEARCH_MAX_SAMPLES else None
-        if exact is not None:
-            return split_to(exact, costs, n_bins)
-        n_bins += multiple
+    n_bins = -(-max(lower_bound(lengths, cap), 1) // ranks) * ranks
+    while n_bins <= len(lengths):
+        dealt = _ranks_first(lengths, costs, cap, ranks, n_bins // ranks)
+        if dealt is not None:
+            return dealt
+        bins = fit(lengths, costs, cap, n_bins, tight)
+        if bins is None and len(lengths) <= _SEARCH_MAX_SAMPLES:
+            found = search(lengths, cap, n_bins)
+            bins = None if found is None else split_to(found, costs, n_bins)
+        if bins is not None:
+            return deal(bins, costs, ranks)
+        n_bins += ranks
+    raise ValueError(
+        f"{len(lengths)} samples cannot fill {n_bins} micro-batches ({n_bins // ranks} on each of {ranks} data-parallel"
+        f" ranks, at most {cap} tokens each): make --global-batch-size a multiple of the ranks"
+    )
+
+
+def _ranks_first(
+    lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, bins_per_rank: int
+) -> list[Bins] | None:
+    """Spread the samples over the ranks, then pack each rank's own; None where one rank's do not fit its bins.
+
+    The totals of the ranks come out far more even than by dealing out finished bins.
+    """
+    held = [min(length, cap) for length in lengths]  # a longer sample takes a whole bin
+    shares = spread(held, costs, cap * bins_per_rank, ranks)
+    if shares is None:
+        return None
+    _top_up(shares, costs, bins_per_rank)
+    result = []
+    for share in shares:
+        own_lengths, own_costs = [lengths[i] for i in share], [costs[i] for i in share]
+        own_tight = best_fit_decreasing(own_lengths, cap)
+        own_bins = fit(own_lengths, own_costs, cap, bins_per_rank, own_tight)
+        if own_bins is None:
+            return None
+        by_cost = sorted(own_bins, key=lambda group: (-sum(own_costs[i] for i in group), group))
+        result.append([[share[i] for i in group] for group in by_cost])
+    return result
+
+
+def _top_up(shares: Bins, costs: Sequence[float], at_least: int) -> None:
+    """Move the cheapest samples of the dearest shares, in place, until every share has `at_least` samples."""
+    for poor in shares:
+        while len(poor) < at_least:
+            donor = max((share for share in shares if len(share) > at_least), key=lambda s: sum(costs[i] for i in s))
+            cheapest = min(donor, key=lambda i: (costs[i], i))
+            donor.remove(cheapest)
+            poor.append(cheapest)
+
+
+def fit(lengths: Sequence[int], costs: Sequence[float], cap: int, n_bins: int, tight: Bins) -> Bins | None:
+    """Exactly `n_bins` bins under the cap, none empty: evenly spread, or else the bins of `tight` split up.
+
+    None where neither gives so few; needs at least `n_bins` samples.
+    """
+    even = spread(lengths, costs, cap, n_bins)
+    if even is not None:
+        return even
+    return split_to(tight, costs, n_bins) if len(tight) <= n_bins else None
 
 
 def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, n_bins: int) -> Bins | None:
     """Exactly `n_bins` bins of nearly equal cost: each sample, dearest first, to the cheapest bin it fits.
 
-    None where a sample fits no bin. Needs at least `n_bins` samples; then no bin stays empty.
+    None where a sample fits no bin, or finding one takes too long. Needs at least `n_bins` samples; then none is empty.
     """
     bins: Bins = [[] for _ in range(n_bins)]
     room = [cap] * n_bins
     heap = [(0.0, position) for position in range(n_bins)]
+    patience = _SPREAD_PATIENCE * len(lengths)
     for sample in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
         length = lengths[sample]
         too_full = []
         while heap and room[heap[0][1]] < length and bins[heap[0][1]]:
             too_full.append(heapq.heappop(heap))
-        if not heap:
+        patience -= len(too_full)
+        if not heap or patience < 0:
             return None
         cost, target = heap[0]
         heapq.heapreplace(heap, (cost + costs[sample], target))
@@ -123,6 +171,7 @@ def split_to(bins: Bins, costs: Sequence[float], n_bins: int) -> Bins:
 def search(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
     """At most `n_bins` bins by branch and bound, longest sample first; None where none is found within the limit."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    shortest = min(min(lengths), cap)
     rest = [0] * (len(order) + 1)
     for depth in reversed(range(len(order))):
         rest[depth] = rest[depth + 1] + min(lengths[order[depth]], cap)
@@ -135,7 +184,9 @@ def search(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
         nodes += 1
         if depth == len(order):
             return True
-        if nodes > _SEARCH_MAX_NODES or sum(room) + (n_bins - len(bins)) * cap < rest[depth]:
+        # Room that not even the shortest sample fits is lost.
+        usable = sum(free for free in room if free >= shortest)
+        if nodes > _SEARCH_MAX_NODES or usable + (n_bins - len(bins)) * cap < rest[depth]:
             return False
         sample = order[depth]
         length = min(lengths[sample], cap)  # a longer sample fills a bin of its own

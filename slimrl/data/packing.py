@@ -51,10 +51,10 @@ def schedule_batch(
     for start in range(0, len(batch), global_batch_size):
         rows = range(start, start + global_batch_size)
         if max_tokens_per_micro_batch is None:
-            groups = _fixed_groups(rows, costs, micro_batch_size, balance)
+            ranks = _fixed_size(rows, costs, micro_batch_size, data_parallel_size, balance)
         else:
-            groups = _dynamic_groups(rows, lengths, costs, max_tokens_per_micro_batch, data_parallel_size)
-        steps.append(_to_ranks(groups, costs, data_parallel_size, balance))
+            ranks = _under_cap(rows, lengths, costs, max_tokens_per_micro_batch, data_parallel_size, balance)
+        steps.append(ranks)
 
     trained = _trained_tokens(batch)
     starts = range(0, len(batch), global_batch_size)
@@ -75,26 +75,28 @@ def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_s
         )
 
 
-def _fixed_groups(rows: Sequence[int], costs: Sequence[float], size: int, balance: bool) -> bins.Bins:
-    """Chunks of `size` rows; balanced, of similar cost, so that `deal` can even them out."""
-    order = sorted(rows, key=lambda row: (-costs[row], row)) if balance else list(rows)
-    return [sorted(order[start : start + size]) for start in range(0, len(order), size)]
+def _fixed_size(rows: range, costs: Sequence[float], size: int, ranks: int, balance: bool) -> list[bins.Bins]:
+    """Micro-batches of `size` rows; balanced, they hold rows of similar cost, so that dealing evens out the ranks."""
+    if not balance:
+        return _in_order([list(rows[start : start + size]) for start in range(0, len(rows), size)], ranks)
+    order = sorted(rows, key=lambda row: (-costs[row], row))
+    return bins.deal([sorted(order[start : start + size]) for start in range(0, len(order), size)], costs, ranks)
 
 
-def _dynamic_groups(
-    rows: Sequence[int], lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int
-) -> bins.Bins:
-    """Micro-batches under the cap, as few as found, their number a multiple of the ranks; rows ascending in each."""
+def _under_cap(
+    rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, balance: bool
+) -> list[bins.Bins]:
+    """As few micro-batches under the cap as can be found; rows ascending in each."""
     packed = bins.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks)
-    return [sorted(rows[position] for position in group) for group in packed]
+    dealt = [[sorted(rows[position] for position in group) for group in rank] for rank in packed]
+    return dealt if balance else _in_order([group for rank in dealt for group in rank], ranks)
 
 
-def _to_ranks(groups: bins.Bins, costs: Sequence[float], ranks: int, balance: bool) -> list[bins.Bins]:
-    if balance:
-        return bins.deal(groups, costs, ranks)
-    in_order = sorted(groups)
-    share = len(in_order) // ranks
-    return [in_order[rank * share : (rank + 1) * share] for rank in range(ranks)]
+def _in_order(groups: bins.Bins, ranks: int) -> list[bins.Bins]:
+    """The micro-batches sorted by first row, an equal run of them to each rank."""
+    groups = sorted(groups)
+    share = len(groups) // ranks
+    return [groups[rank * share : (rank + 1) * share] for rank in range(ranks)]
 
 
 def _trained_tokens(batch: RolloutBatch) -> list[int]:
