@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from slimrl.sglang.client import RouterClient
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResult:
-    """One finished rollout: a batch per data-parallel rank in Ray's object store, and what is known about it.
+    """One finished rollout: a pickled batch per data-parallel rank in Ray's object store, and what is known about it.
 
     `data_state` is the data source right after this rollout's prompts were drawn: a checkpoint with it
     resumes at the next prompt, however many rollouts were generated ahead.
@@ -112,7 +113,7 @@ class RolloutManager:
         versions = {version for sample in samples for version in sample.weight_versions}
         return RolloutResult(
             rollout_id=rollout_id,
-            batches=[ray.put(share) for share in shares],
+            batches=[ray.put(pickle.dumps(share)) for share in shares],
             metrics={**rollout_metrics(samples, rewards.raw), **extra},
             data_state=data_state,
             weight_version=",".join(sorted(versions)),

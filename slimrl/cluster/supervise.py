@@ -29,6 +29,10 @@ class Supervisor:
         """Watches `ref`; `describe(error)` makes the message from Ray's error where the ref holds no text."""
         self._watches[ref] = describe
 
+    def forget(self) -> None:
+        """Drops every watch: from here on processes end because they are told to."""
+        self._watches.clear()
+
     def get(self, refs: Sequence[ObjectRef], progress: Callable[[], None] | None = None) -> list[Any]:
         """`ray.get`, ended early by the first failure among `refs` or the watched processes.
 

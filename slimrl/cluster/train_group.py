@@ -8,10 +8,10 @@ from typing import Any
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engine_actor import EngineEndpoint
 from slimrl.cluster.slots import TRAIN_SHARE, Slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_worker import TrainWorker
+from slimrl.weights.sync import EngineEndpoint
 
 
 class TrainGroup:
@@ -29,20 +29,20 @@ class TrainGroup:
             ).remote(args, rank, len(ranks), log_dir / f"train-rank{rank}.log")
             for rank, slot in enumerate(ranks)
         ]
-        for worker, info in zip(self.workers, self._call("info"), strict=True):
-            supervisor.watch(worker.watch.remote(), info.describe_death)
+        for rank, worker in enumerate(self.workers):
+            supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._supervisor.get([getattr(worker, method).remote(*arguments) for worker in self.workers])
+        return self._supervisor.get([worker.call.remote(method, *arguments) for worker in self.workers])
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; the first rollout id and the saved data state, if any."""
-        init_method = ray.get(self.workers[0].free_address.remote())
-        answers = self._call("initialize", init_method)
-        starts = {start for start, _ in answers}
-        if len(starts) != 1:
-            raise RuntimeError(f"the train workers loaded different checkpoints: they would start at {sorted(starts)}")
-        return answers[0]
+        init_method = self._supervisor.get([self.workers[0].free_address.remote()])[0]
+        starts = self._supervisor.get([worker.initialize.remote(init_method) for worker in self.workers])
+        first_ids = {start.start_rollout_id for start in starts}
+        if len(first_ids) != 1:
+            raise RuntimeError(f"the train workers loaded different checkpoints: they start at {sorted(first_ids)}")
+        return starts[0].start_rollout_id, starts[0].data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """Prepares weight pushes to the engines."""
@@ -50,7 +50,7 @@ class TrainGroup:
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> list[dict[str, float]]:
         """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
-        return self._call("train", rollout_id, batches)[0]
+        return self._supervisor.get([worker.train.remote(rollout_id, batches) for worker in self.workers])[0]
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""
@@ -63,6 +63,8 @@ class TrainGroup:
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
         self._call("close")
+        self._supervisor.forget()
+        ray.get([worker.stop.remote() for worker in self.workers])
         self.kill()
 
     def kill(self) -> None:

@@ -1,0 +1,99 @@
+"""The training process of one rank: `python -m slimrl.cluster.rank_process FD`, driven over a socket by its actor.
+
+A process of its own, so that its death has an exit code and its log holds everything that it wrote,
+and so that Megatron owns the main thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slimrl.arguments import Arguments
+from slimrl.observability.logs import LOG_FORMAT
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSetup:
+    """What a rank must know before it can join the others."""
+
+    args: Arguments
+    rank: int
+    world_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStart:
+    """What a rank knows after it has loaded: where training begins and which share of a rollout is its own."""
+
+    start_rollout_id: int
+    data_state: dict[str, Any] | None
+    data_parallel_rank: int
+
+
+class Rank:
+    """The calls that the actor forwards; each is collective over all ranks."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
+
+    def initialize(self, init_method: str) -> RankStart:
+        """Joins the process group, builds and loads the model and the optimizer."""
+        from slimrl.megatron.trainer import MegatronTrainer
+
+        setup = self._setup
+        self._trainer = MegatronTrainer(
+            setup.args, rank=setup.rank, world_size=setup.world_size, local_rank=0, init_method=init_method
+        )
+        trainer = self._trainer
+        return RankStart(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
+
+    def connect_engines(self, endpoints: list[Any]) -> None:
+        """Prepares weight pushes to these engines."""
+        from slimrl.weights.sync import WeightUpdater
+
+        self._updater = WeightUpdater.create(self._setup.args, self._trainer.parallel, endpoints)
+
+    def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
+        """Trains on a pickled RolloutBatch; metrics per optimizer step."""
+        return self._trainer.train(rollout_id, pickle.loads(batch))
+
+    def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
+        """Pushes the weights to every engine."""
+        report = self._updater.push(self._trainer.model, version=version, check_equal=check_equal)
+        return dataclasses.asdict(report)
+
+    def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
+        """Writes the checkpoint of `rollout_id`."""
+        return str(self._trainer.save(rollout_id, data_state))
+
+    def close(self) -> None:
+        """Leaves the process groups."""
+        self._updater.close() if hasattr(self, "_updater") else None
+        self._trainer.close()
+
+
+def serve(connection: Connection) -> None:
+    """Answers calls `(method, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up."""
+    rank = Rank(pickle.loads(connection.recv_bytes()))
+    while True:
+        try:
+            method, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = ("value", getattr(rank, method)(*arguments))
+        except Exception as error:  # noqa: BLE001 - every failure is the caller's to raise
+            answer = ("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
+        connection.send_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,92 @@
+"""A tiny model, its Megatron checkpoint and the flags of a small run, made once for all end-to-end tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.harness import ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """Folders of the tiny model."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def torch_dist(self) -> Path:
+        return self.folder / "torch_dist"
+
+    def model_args(self) -> list[str]:
+        """The MODEL_ARGS array of model_args.sh, as bash reads it."""
+        script = f"source '{self.folder}/model_args.sh'; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
+        return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
+
+    def flags(self, **changes: object) -> list[str]:
+        """A whole command line for a short run; `changes` replace or (None) drop single flags."""
+        values: dict[str, object] = {
+            "hf-checkpoint": self.model,
+            "ref-load": self.torch_dist,
+            "prompt-data": self.folder / "train.jsonl",
+            "input-key": "prompt",
+            "label-key": "label",
+            "apply-chat-template": True,
+            "rollout-shuffle": True,
+            "rm-type": "math",
+            "num-rollout": 3,
+            "rollout-batch-size": 8,
+            "n-samples-per-prompt": 4,
+            "num-steps-per-rollout": 1,
+            "rollout-max-response-len": 16,
+            "rollout-temperature": 1.0,
+            "use-dynamic-batch-size": True,
+            "max-tokens-per-gpu": 512,
+            "balance-data": True,
+            "advantage-estimator": "grpo",
+            "use-kl-loss": True,
+            "kl-loss-coef": 0.01,
+            "kl-loss-type": "low_var_kl",
+            "eps-clip": 0.2,
+            "eps-clip-high": 0.28,
+            "optimizer": "adam",
+            "lr": 1e-3,
+            "lr-decay-style": "constant",
+            "sglang-enable-deterministic-inference": True,
+            "sglang-disable-radix-cache": True,
+        }
+        values.update({name.replace("_", "-"): value for name, value in changes.items()})
+        line = self.model_args()
+        for name, value in values.items():
+            if value is True:
+                line.append(f"--{name}")
+            elif value is not None and value is not False:
+                line += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+        return line
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Tiny:
+    folder = tmp_path_factory.mktemp("tiny")
+    made = Tiny(folder / "made", folder / "home")
+    made.home.mkdir()
+    run = lambda *command: subprocess.run([sys.executable, *map(str, command)], check=True, timeout=300)  # noqa: E731
+    run(ROOT / "tools/make_tiny_model.py", "--output-dir", made.folder, "--seed", 0)
+    run(
+        ROOT / "tools/convert_hf_to_torch_dist.py",
+        *made.model_args(),
+        "--hf-checkpoint",
+        made.model,
+        "--save",
+        made.torch_dist,
+    )
+    return made
