@@ -1,4 +1,4 @@
-"""The command line of slimrl: flags, what is derived from them, and the rules that check them before anything starts."""
+"""The command line of slimrl: flags, what follows from them, and the rules that check them before anything starts."""
 
 from slimrl.arguments.namespace import Arguments, EvalDataset
 from slimrl.arguments.parse import parse_args, read_args

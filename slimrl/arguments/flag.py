@@ -18,6 +18,27 @@ _METADATA_KEY = "flag"
 
 
 @dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The range of a number; None is open."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError whose text completes the sentence "<flag> <value> ..."."""
+        if self.at_least is not None and value < self.at_least:
+            raise ValueError(f"is too small: it must be at least {self.at_least:g}")
+        if self.above is not None and value <= self.above:
+            raise ValueError(f"is too small: it must be above {self.above:g}")
+        if self.at_most is not None and value > self.at_most:
+            raise ValueError(f"is too large: it must be at most {self.at_most:g}")
+        if self.below is not None and value >= self.below:
+            raise ValueError(f"is too large: it must be below {self.below:g}")
+
+
+@dataclasses.dataclass(frozen=True)
 class FlagSpec:
     """All that is known of one flag.
 
@@ -32,6 +53,7 @@ class FlagSpec:
     default: Any
     help: str
     choices: tuple[Any, ...] | None
+    bounds: Bounds
     on: tuple[str, ...]
     off: tuple[str, ...]
 
@@ -46,11 +68,16 @@ class FlagSpec:
         return (self.on or self.off)[0]
 
     def convert(self, text: str) -> Any:
-        """`text` as a value of this flag. Raises ValueError with the half sentence that completes "<flag> <text> ..."."""
+        """`text` as a value of this flag. Raises ValueError whose text completes the sentence "<flag> <text> ..."."""
         value = _CONVERTERS[self.value_type](text)
-        if self.choices is not None and value not in self.choices:
-            raise ValueError(f"is not one of {', '.join(map(str, self.choices))}")
+        self.check(value)
         return value
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError, worded as in `convert`, where `value` is not among the choices or outside the bounds."""
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"is not {_either(self.choices)}")
+        self.bounds.check(value)
 
 
 def flag(
@@ -62,11 +89,16 @@ def flag(
     spellings: Sequence[str] = (),
     off: Sequence[str] = (),
     only_off: bool = False,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
 
     `spellings` are further names of the same flag, `off` are names that set a switch to False; with `only_off` the
     switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more.
+    The last four bound a number.
     """
     metadata = {
         _METADATA_KEY: {
@@ -76,6 +108,7 @@ def flag(
             "spellings": tuple(spellings),
             "off": tuple(off),
             "only_off": only_off,
+            "bounds": Bounds(at_least, above, at_most, below),
         }
     }
     if isinstance(default, list | dict):
@@ -105,6 +138,7 @@ def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag
         default=default,
         help=declared["help"],
         choices=declared["choices"],
+        bounds=declared["bounds"],
         on=own_name + declared["spellings"],
         off=declared["off"],
     )
@@ -117,6 +151,11 @@ def _value_type(hint: Any) -> type:
     if typing.get_origin(hint) is list:
         return typing.get_args(hint)[0]
     return typing.get_origin(hint) or hint
+
+
+def _either(choices: tuple[Any, ...]) -> str:
+    """ "a", "a or b", "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(map(str, choices[:-1])), str(choices[-1])]))
 
 
 def _whole_number(text: str) -> int:

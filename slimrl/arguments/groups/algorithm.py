@@ -13,9 +13,11 @@ class AlgorithmArguments:
 
     advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=("grpo",))
     loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss",))
-    eps_clip: float = flag(0.2, "the policy ratio is clipped below at 1 - this")
-    eps_clip_high: float | None = flag(None, "the policy ratio is clipped above at 1 + this (--eps-clip)")
-    eps_clip_c: float | None = flag(None, "bound of the dual clip for negative advantages, above 1 (no dual clip)")
+    eps_clip: float = flag(0.2, "the policy ratio is clipped below at 1 - this", at_least=0)
+    eps_clip_high: float | None = flag(None, "the policy ratio is clipped above at 1 + this (--eps-clip)", at_least=0)
+    eps_clip_c: float | None = flag(
+        None, "bound of the dual clip for negative advantages, above 1 (no dual clip)", above=1
+    )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = flag(False, "add the KL to the reference as a loss; with coefficient 0 it is only logged")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")

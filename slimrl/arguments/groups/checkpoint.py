@@ -17,14 +17,18 @@ class CheckpointArguments:
     ref_load: str | None = flag(
         None, "torch_dist folder of the reference model; also the first weights when --load has none (path)"
     )
-    ref_ckpt_step: int | None = flag(None, "iteration to read from --ref-load (what its tracker file names)")
+    ref_ckpt_step: int | None = flag(
+        None, "iteration to read from --ref-load (what its tracker file names)", at_least=0
+    )
     load: str | None = flag(
         None, "torch_dist folder to resume from (path); absent or empty: a fresh start from --ref-load"
     )
-    ckpt_step: int | None = flag(None, "iteration to read from --load (what its tracker file names)")
+    ckpt_step: int | None = flag(None, "iteration to read from --load (what its tracker file names)", at_least=0)
     no_load_optim: bool = flag(False, "do not load the optimizer state")
     no_load_rng: bool = flag(False, "do not load the random number generators' state")
     finetune: bool = flag(False, "load weights only: no optimizer, no random state, count from rollout 0")
     save: str | None = flag(None, "folder for torch_dist checkpoints (path)")
-    save_interval: int | None = flag(None, "save every that many rollouts, and after the last (only after the last)")
+    save_interval: int | None = flag(
+        None, "save every that many rollouts, and after the last (only after the last)", at_least=1
+    )
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")

@@ -12,15 +12,19 @@ from slimrl.arguments.flag import flag
 class ClusterArguments:
     """Slots, placement and process groups."""
 
-    actor_num_nodes: int = flag(1, "nodes given to training (count)")
+    actor_num_nodes: int = flag(1, "nodes given to training (count)", at_least=1)
     actor_num_gpus_per_node: int = flag(
-        8, "slots used for training on each of those nodes (count); the training world size is nodes x this"
+        8, "slots used for training on each of those nodes (count); the training world size is nodes x this", at_least=1
     )
     rollout_num_gpus: int | None = flag(
-        None, "slots for all inference engines together (count; with --colocate the training slots, else required)"
+        None,
+        "slots for all inference engines together (count; with --colocate the training slots, else required)",
+        at_least=1,
     )
-    rollout_num_gpus_per_engine: int = flag(1, "slots of one SGLang engine, its tensor parallel size (count)")
-    num_gpus_per_node: int = flag(8, "slots a node has (count); an engine never spans nodes")
+    rollout_num_gpus_per_engine: int = flag(
+        1, "slots of one SGLang engine, its tensor parallel size (count)", at_least=1
+    )
+    num_gpus_per_node: int = flag(8, "slots a node has (count); an engine never spans nodes", at_least=1)
     colocate: bool = flag(False, "train and generate on the same slots; without it each side has its own")
     offload: bool = flag(False, "short for --offload-train --offload-rollout; this version keeps both sides resident")
     offload_train: bool | None = flag(
@@ -38,7 +42,7 @@ class ClusterArguments:
         "torch.distributed backend of the training processes (nccl on GPUs, gloo on CPU)",
         choices=("nccl", "gloo"),
     )
-    distributed_timeout_minutes: int = flag(10, "longest wait of one training collective (minutes)")
+    distributed_timeout_minutes: int = flag(10, "longest wait of one training collective (minutes)", at_least=1)
     train_env_vars: dict[str, Any] = flag({}, "environment variables for the training processes (JSON object)")
 
     @property

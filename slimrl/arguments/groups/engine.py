@@ -11,11 +11,13 @@ from slimrl.arguments.flag import flag
 class EngineArguments:
     """Servers, router, health. Any other --sglang-<x> or --router-<x> goes to the engine or the router as its --<x>."""
 
-    sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)")
+    sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)", at_least=1)
     sglang_router_ip: str | None = flag(None, "address of a running router to use (slimrl starts its own)")
-    sglang_router_port: int | None = flag(None, "port of the router (a free one)")
-    sglang_router_request_timeout_secs: int = flag(14400, "longest time one request may take (seconds)")
+    sglang_router_port: int | None = flag(None, "port of the router (a free one)", at_least=1, at_most=65535)
+    sglang_router_request_timeout_secs: int = flag(14400, "longest time one request may take (seconds)", at_least=1)
     use_fault_tolerance: bool = flag(False, "probe the engines' health while they generate")
-    rollout_health_check_interval: float = flag(30.0, "time between two health probes (seconds)")
-    rollout_health_check_timeout: float = flag(30.0, "longest wait for a probe's answer (seconds)")
-    rollout_health_check_first_wait: float = flag(0.0, "time before the first probe of a generation (seconds)")
+    rollout_health_check_interval: float = flag(30.0, "time between two health probes (seconds)", above=0)
+    rollout_health_check_timeout: float = flag(30.0, "longest wait for a probe's answer (seconds)", above=0)
+    rollout_health_check_first_wait: float = flag(
+        0.0, "time before the first probe of a generation (seconds)", at_least=0
+    )

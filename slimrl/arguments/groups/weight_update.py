@@ -11,8 +11,10 @@ from slimrl.arguments.flag import flag
 class WeightUpdateArguments:
     """Weight updates."""
 
-    update_weights_interval: int = flag(1, "train_async.py: push weights after every that many rollouts (count)")
-    update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights on its way (bytes)")
+    update_weights_interval: int = flag(
+        1, "train_async.py: push weights after every that many rollouts (count)", at_least=1
+    )
+    update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights on its way (bytes)", at_least=1)
     update_weight_transport: str = flag(
         "nccl",
         "nccl: process group broadcast (gloo on CPU), shared tensors with --colocate; disk: files",
