@@ -152,7 +152,7 @@ def _accept_cpu_tensor_types() -> None:
 
 
 def _stay_on_cpu_in_cuda_calls() -> None:
-    """Read `tensor.cuda()` as `tensor.cpu()` in the functions that use it (`torch.cpu` of the stand-in is its `cuda`)."""
+    """Read `tensor.cuda()` as `tensor.cpu()` where it is used (`torch.cpu` of the stand-in is its `cuda`)."""
     for module_name, qualified_name in _CUDA_METHOD_CALLERS:
         target: Any = sys.modules[module_name]
         for part in qualified_name.split("."):
@@ -163,7 +163,7 @@ def _stay_on_cpu_in_cuda_calls() -> None:
 
 
 def _unwrap_compiled_functions() -> None:
-    """Use the plain Python of `@jit_fuser` functions: torch.compile costs 3 to 10 s per process and gains nothing here."""
+    """Use the plain Python of `@jit_fuser` functions: compiling costs 3 to 10 s per process and gains nothing."""
     for module in _megatron_modules():
         holders = [module] + [
             c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__

@@ -93,4 +93,5 @@ def model_args_script(size: TinySize, *, vocab_size: int) -> str:
     if not size.tied:
         lines.append("--untie-embeddings-and-output-weights")
     body = "".join(f"   {line}\n" for line in lines)
-    return f"# Megatron flags of this model; to be sourced.\n# shellcheck shell=bash disable=SC2034\nMODEL_ARGS=(\n{body})\n"
+    header = "# Megatron flags of this model; to be sourced.\n# shellcheck shell=bash disable=SC2034\n"
+    return f"{header}MODEL_ARGS=(\n{body})\n"
