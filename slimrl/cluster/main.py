@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
+from slimrl.cluster.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
     from slimrl.cluster.run import Run
@@ -29,6 +30,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     """Runs `loop` on a freshly opened run; returns the process's exit code."""
     args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
 
+    prepare_ray_environment()
     from slimrl.cluster.run import open_run
     from slimrl.cluster.session import SlotsMissingError
     from slimrl.cluster.supervise import ProcessDiedError

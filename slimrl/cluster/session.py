@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 
@@ -46,7 +45,6 @@ def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]
         else:
             # A folder of our own, short enough for the sockets inside it, so that nothing stays behind.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slimrl-ray-", ignore_cleanup_errors=True))
-            _keep_to_ourselves()
             logical = {"num_gpus": slots_needed} if platform.is_cpu() else {}
             ray.init(
                 address="local",
@@ -59,12 +57,6 @@ def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]
         stack.callback(ray.shutdown)
         check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
         yield
-
-
-def _keep_to_ourselves() -> None:
-    """Gives the local cluster a token of its own; Ray would otherwise write one into the home folder."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def check_slots(needed: int, present: int) -> None:
