@@ -1,0 +1,185 @@
+"""Hugging Face checkpoint folders: reading tensors memory-mapped, and writing a folder that appears whole.
+
+Reading never copies a file into memory; writing goes to a temporary folder beside the target, which is
+renamed only when every tensor is in it. Called by the loader, the converters and the disk transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_SHARD_BYTES = 5 * 1024**3
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_hf_config(hf_dir: Path) -> dict[str, Any]:
+    """The parsed config.json. Raises FileNotFoundError or ValueError naming the file."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: give the folder of a Hugging Face model")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): download the file again") from error
+
+
+class HfCheckpoint:
+    """The safetensors of one folder, opened lazily and memory-mapped; a context manager.
+
+    Tensors handed out are views of the mapped files: do not write to them.
+    """
+
+    def __init__(self, hf_dir: Path) -> None:
+        self.folder = Path(hf_dir)
+        self._open_files = contextlib.ExitStack()
+        self._handles: dict[Path, Any] = {}
+        self._files = self._find_files()
+
+    def __enter__(self) -> HfCheckpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._handles.clear()
+        self._open_files.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The name of every stored tensor."""
+        return list(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        """The full tensor, on the CPU. Raises ValueError where the checkpoint has no such tensor."""
+        return self._handle(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, from the file's header."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype, from the file's header. Raises ValueError for a quantised tensor."""
+        stored = self._handle(name).get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ValueError(
+                f"{self._files[name]}: {name} is stored as {stored}, and only {', '.join(_DTYPES)} can be trained:"
+                " use an unquantised checkpoint"
+            )
+        return _DTYPES[stored]
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._files:
+            raise ValueError(f"{self.folder}: the checkpoint has no tensor {name}: it is incomplete")
+        path = self._files[name]
+        if path not in self._handles:
+            self._handles[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
+        return self._handles[path]
+
+    def _find_files(self) -> dict[str, Path]:
+        index = self.folder / INDEX_NAME
+        if index.is_file():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {name: self.folder / file for name, file in weight_map.items()}
+            for path in sorted(set(files.values())):
+                if not path.is_file():
+                    raise FileNotFoundError(f"{path} is named in {index} but does not exist: download it again")
+            return files
+        single = self.folder / SINGLE_NAME
+        if not single.is_file():
+            raise FileNotFoundError(
+                f"{self.folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: give a folder with safetensors weights"
+            )
+        with safe_open(single, framework="pt") as handle:
+            return dict.fromkeys(handle.keys(), single)
+
+
+class HfWriter:
+    """Writes tensors into a new folder, in files of at most `max_shard_bytes`, with an index where there are several.
+
+    `close` puts the folder in place; leaving the `with` block by an exception removes everything again.
+    """
+
+    def __init__(self, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, replace: bool = False) -> None:
+        self.folder = Path(folder)
+        if self.folder.exists() and not replace:
+            raise FileExistsError(f"{self.folder} exists already: choose another folder or remove it")
+        self._partial = self.folder.with_name(f".{self.folder.name}.partial")
+        self._max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._shard_names: list[list[str]] = []
+        shutil.rmtree(self._partial, ignore_errors=True)  # what an earlier, killed run left
+        self._partial.mkdir(parents=True)
+
+    def __enter__(self) -> HfWriter:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    @property
+    def names(self) -> set[str]:
+        """The name of every tensor written so far."""
+        return {name for names in self._shard_names for name in names} | set(self._pending)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a copy of one tensor. Raises ValueError where the name was added before."""
+        if name in self.names:
+            raise ValueError(f"{self.folder}: {name} would be written twice: the table of weights names it twice")
+        # a copy of its own: the caller reuses buffers, and safetensors refuses tensors that share memory
+        own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+        if self._pending and self._pending_bytes + own.nbytes > self._max_shard_bytes:
+            self._flush()
+        self._pending[name] = own
+        self._pending_bytes += own.nbytes
+        self._total_bytes += own.nbytes
+
+    def copy_files(self, files: Iterable[Path]) -> None:
+        """Copies further files (tokenizer, config) into the folder."""
+        for file in files:
+            shutil.copyfile(file, self._partial / file.name)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a further text file into the folder."""
+        (self._partial / name).write_text(text, encoding="utf-8")
+
+    def close(self) -> None:
+        """Writes what is pending and the index, then renames the folder to its final name."""
+        self._flush()
+        shards = len(self._shard_names)
+        weight_map = {}
+        for number, names in enumerate(self._shard_names, start=1):
+            final = SINGLE_NAME if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
+            self._shard_path(number).rename(self._partial / final)
+            weight_map |= dict.fromkeys(names, final)
+        if shards > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            self.write_text(INDEX_NAME, json.dumps(index, indent=2) + "\n")
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self._partial.rename(self.folder)
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._shard_names.append(list(self._pending))
+            save_file(self._pending, self._shard_path(len(self._shard_names)), metadata={"format": "pt"})
+            self._pending = {}
+            self._pending_bytes = 0
+
+    def _shard_path(self, number: int) -> Path:
+        return self._partial / f"shard-{number:05d}.safetensors"

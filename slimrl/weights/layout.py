@@ -1,0 +1,100 @@
+"""The arithmetic of a row: Hugging Face tensors to one tensor-parallel shard, and all shards back.
+
+Pure functions of tensors, exact (they only move elements). Called by the loader, the exporter and the
+converters, so that the three cannot disagree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimrl.weights.families.table import Layout, Row
+from slimrl.weights.shape import ModelShape
+
+
+def hf_shapes(row: Row, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """The full shape of each Hugging Face tensor of the row."""
+    return tuple(tuple(shape.dimension(dim) for dim in part.dims) for part in row.hf)
+
+
+def megatron_shape(row: Row, shape: ModelShape) -> tuple[int, ...]:
+    """The shape of the row's Megatron tensor without tensor parallelism."""
+    parts = hf_shapes(row, shape)
+    rows = shape.padded_vocab_size if row.padded_vocab else sum(part[0] for part in parts)
+    return (rows, *parts[0][1:])
+
+
+def check_tensor_parallel(shape: ModelShape, size: int) -> None:
+    """Raises ValueError where `size` does not divide what tensor parallelism divides."""
+    for flag, value in (
+        ("--num-attention-heads", shape.num_attention_heads),
+        ("--num-query-groups", shape.num_query_groups),
+        ("--ffn-hidden-size", shape.ffn_hidden_size),
+        ("the padded vocabulary size", shape.padded_vocab_size),
+    ):
+        if value % size:
+            raise ValueError(
+                f"--tensor-model-parallel-size {size} does not divide {flag} ({value}): choose a size that divides it"
+            )
+
+
+def to_shard(row: Row, parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+    """The Megatron tensor of tensor-parallel `rank` out of `size`, from the row's full HF tensors.
+
+    Only the rank's own slices of `parts` are read, so memory-mapped parts stay mostly on disk.
+    """
+    if row.layout is Layout.QKV:
+        return _merge_qkv(parts, shape, rank=rank, size=size)
+    if row.layout is Layout.GATE_UP:
+        return torch.cat([_slice(part, 0, rank, size) for part in parts])
+    (full,) = parts
+    if row.padded_vocab:
+        return _vocab_shard(full, shape.padded_vocab_size, rank=rank, size=size)
+    return full if row.shard_dim is None else _slice(full, row.shard_dim, rank, size)
+
+
+def from_shards(row: Row, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
+    """The row's full HF tensors (vocabulary padding removed) from the shards of all ranks, in rank order.
+
+    The result may share memory with `shards`.
+    """
+    if row.layout is Layout.QKV:
+        return _split_qkv(_join(shards, 0), shape)
+    if row.layout is Layout.GATE_UP:
+        halves = [shard.chunk(2) for shard in shards]
+        return [_join([half[index] for half in halves], 0) for index in (0, 1)]
+    full = shards[0] if row.shard_dim is None else _join(shards, row.shard_dim)
+    return [full[: shape.vocab_size] if row.padded_vocab else full]
+
+
+def _slice(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    length = full.shape[dim] // size
+    return full.narrow(dim, rank * length, length)
+
+
+def _join(shards: list[Tensor], dim: int) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+
+
+def _vocab_shard(full: Tensor, padded_rows: int, *, rank: int, size: int) -> Tensor:
+    """Rows [rank * n, (rank + 1) * n) of the table after padding it with zero rows to `padded_rows`."""
+    rows = padded_rows // size
+    own = full[rank * rows : (rank + 1) * rows]
+    return torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])]) if own.shape[0] < rows else own
+
+
+def _merge_qkv(parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+    """[groups / size * (heads_per_group + 2) * channels, ...]: per group its queries, its key, its value."""
+    rest = parts[0].shape[1:]
+    grouped = [_slice(part.view(shape.num_query_groups, -1, *rest), 0, rank, size) for part in parts]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def _split_qkv(merged: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The inverse of `_merge_qkv` for a full (joined) tensor."""
+    rest = merged.shape[1:]
+    queries = shape.heads_per_group * shape.kv_channels
+    grouped = merged.view(shape.num_query_groups, -1, *rest)
+    parts = grouped.split([queries, shape.kv_channels, shape.kv_channels], dim=1)
+    return [part.reshape(-1, *rest) for part in parts]

@@ -1,0 +1,63 @@
+"""Bucketing: bounded, gapless, in order, each tensor once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimrl.weights.buckets import ReusedBuffer, iter_buckets
+
+CPU = torch.device("cpu")
+
+
+def test_tensors_lie_one_after_another_and_only_the_last_bucket_is_last():
+    tensors = [("a", torch.arange(3.0)), ("b", torch.arange(2.0).view(2, 1)), ("c", torch.arange(4.0))]
+    seen = []
+    for bucket in iter_buckets(iter(tensors), 20, ReusedBuffer(CPU)):
+        seen.append(([(e.name, e.shape, e.start, e.end) for e in bucket.entries], bucket.flat.numel(), bucket.last))
+    assert seen == [([("a", (3,), 0, 12), ("b", (2, 1), 12, 20)], 20, False), ([("c", (4,), 0, 16)], 16, True)]
+
+
+def test_a_tensor_larger_than_the_bucket_travels_alone():
+    sizes = [("small", 2), ("large", 100), ("next", 2)]
+    tensors = ((name, torch.ones(n)) for name, n in sizes)
+    names = [[e.name for e in bucket.entries] for bucket in iter_buckets(tensors, 16, ReusedBuffer(CPU))]
+    assert names == [["small"], ["large"], ["next"]]
+
+
+def test_the_same_memory_is_used_again():
+    tensors = ((str(n), torch.full((4,), float(n))) for n in range(5))
+    places = {bucket.flat.data_ptr() for bucket in iter_buckets(tensors, 16, ReusedBuffer(CPU))}
+    assert len(places) == 1
+
+
+def test_a_tensor_of_a_wider_dtype_starts_where_it_can_be_viewed():
+    tensors = [("half", torch.ones(3, dtype=torch.bfloat16)), ("full", torch.full((2,), 1.5))]
+    for bucket in iter_buckets(iter(tensors), 64, ReusedBuffer(CPU)):
+        for name, tensor in bucket.tensors():
+            assert torch.equal(tensor, dict(tensors)[name])
+
+
+def test_bad_sizes_and_an_empty_model_are_refused():
+    with pytest.raises(ValueError, match="--update-weight-buffer-size is 0"):
+        next(iter_buckets(iter([("a", torch.ones(1))]), 0, ReusedBuffer(CPU)))
+    with pytest.raises(ValueError, match="no weights"):
+        next(iter_buckets(iter([]), 8, ReusedBuffer(CPU)))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.float64])), min_size=1
+    ),
+    st.integers(1, 100),
+)
+def test_every_tensor_arrives_once_in_order_unchanged(specs, max_bytes):
+    tensors = [(str(i), torch.randn(n, dtype=torch.float64).to(dtype)) for i, (n, dtype) in enumerate(specs)]
+    arrived, lasts = [], []
+    for bucket in iter_buckets(iter(tensors), max_bytes, ReusedBuffer(CPU)):
+        assert bucket.flat.numel() <= max_bytes or len(bucket.entries) == 1
+        arrived += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
+        lasts.append(bucket.last)
+    assert [name for name, _ in arrived] == [name for name, _ in tensors]
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(arrived, tensors, strict=True))
+    assert lasts == [False] * (len(lasts) - 1) + [True]

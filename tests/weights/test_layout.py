@@ -1,0 +1,96 @@
+"""The layout arithmetic against tensors small enough to write out by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from slimrl.weights.families import dense
+from slimrl.weights.layout import check_tensor_parallel, from_shards, hf_shapes, megatron_shape, to_shard
+from slimrl.weights.shape import ModelShape
+
+# 4 query heads in 2 groups, heads of one channel: row numbers are easy to follow
+SHAPE = ModelShape(
+    num_layers=1,
+    hidden_size=2,
+    ffn_hidden_size=4,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=1,
+    vocab_size=5,
+    padded_vocab_size=8,
+    tied=True,
+    qk_layernorm=True,
+    qkv_bias=True,
+)
+
+
+def rows(*first_columns: int) -> torch.Tensor:
+    """One row [n, n + 0.5] per number."""
+    return torch.tensor([[float(n), n + 0.5] for n in first_columns])
+
+
+def test_fused_attention_weight_holds_each_group_as_its_queries_then_key_then_value():
+    parts = [rows(10, 11, 12, 13), rows(20, 21), rows(30, 31)]
+    merged = to_shard(dense.QKV, parts, SHAPE, rank=0, size=1)
+    assert torch.equal(merged, rows(10, 11, 20, 30, 12, 13, 21, 31))
+
+
+def test_a_tensor_parallel_rank_holds_whole_groups():
+    parts = [rows(10, 11, 12, 13), rows(20, 21), rows(30, 31)]
+    shards = [to_shard(dense.QKV, parts, SHAPE, rank=rank, size=2) for rank in (0, 1)]
+    assert torch.equal(shards[0], rows(10, 11, 20, 30))
+    assert torch.equal(shards[1], rows(12, 13, 21, 31))
+
+
+def test_attention_biases_are_fused_like_their_weights():
+    parts = [torch.tensor([10.0, 11, 12, 13]), torch.tensor([20.0, 21]), torch.tensor([30.0, 31])]
+    merged = to_shard(dense.QKV_BIAS, parts, SHAPE, rank=0, size=1)
+    assert merged.tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+
+
+def test_gated_mlp_holds_gate_then_up_within_each_shard():
+    gate, up = rows(1, 2, 3, 4), rows(5, 6, 7, 8)
+    assert torch.equal(to_shard(dense.GATE_UP, [gate, up], SHAPE, rank=0, size=1), rows(1, 2, 3, 4, 5, 6, 7, 8))
+    assert torch.equal(to_shard(dense.GATE_UP, [gate, up], SHAPE, rank=0, size=2), rows(1, 2, 5, 6))
+    assert torch.equal(to_shard(dense.GATE_UP, [gate, up], SHAPE, rank=1, size=2), rows(3, 4, 7, 8))
+
+
+def test_output_projection_is_divided_by_columns():
+    full = torch.arange(8.0).view(2, 4)
+    assert to_shard(dense.ATTENTION_OUTPUT, [full], SHAPE, rank=1, size=2).tolist() == [[2, 3], [6, 7]]
+
+
+def test_vocabulary_is_padded_with_zero_rows_whichever_rank_they_fall_on():
+    full = rows(1, 2, 3, 4, 5)
+    zeros = torch.zeros(3, 2)
+    assert torch.equal(to_shard(dense.EMBEDDING, [full], SHAPE, rank=0, size=1), torch.cat([full, zeros]))
+    assert torch.equal(to_shard(dense.EMBEDDING, [full], SHAPE, rank=2, size=4), torch.cat([rows(5), zeros[:1]]))
+    assert torch.equal(to_shard(dense.EMBEDDING, [full], SHAPE, rank=3, size=4), zeros[:2])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "row",
+    [dense.EMBEDDING, dense.QKV, dense.QKV_BIAS, dense.KEY_NORM, dense.ATTENTION_OUTPUT, dense.GATE_UP, dense.DOWN],
+    ids=lambda row: row.megatron[0],
+)
+def test_joining_the_shards_gives_back_the_parts_bit_for_bit(row, size):
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(*shape, generator=generator) for shape in hf_shapes(row, SHAPE)]
+    shards = [to_shard(row, parts, SHAPE, rank=rank, size=size) for rank in range(size)]
+    for part, again in zip(parts, from_shards(row, shards, SHAPE), strict=True):
+        assert torch.equal(part, again)
+
+
+def test_shapes_of_whole_megatron_tensors():
+    assert megatron_shape(dense.EMBEDDING, SHAPE) == (8, 2)
+    assert megatron_shape(dense.QKV, SHAPE) == (8, 2)
+    assert megatron_shape(dense.QKV_BIAS, SHAPE) == (8,)
+    assert megatron_shape(dense.ATTENTION_OUTPUT, SHAPE) == (2, 4)
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"--tensor-model-parallel-size 4 does not divide --num-query-groups \(2\)"):
+        check_tensor_parallel(SHAPE, 4)
+    check_tensor_parallel(dataclasses.replace(SHAPE, num_query_groups=4), 4)

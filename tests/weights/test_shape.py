@@ -1,0 +1,119 @@
+"""Sizes from flags and from config.json, and the sentences where they differ."""
+
+import dataclasses
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.weights.families import family_for
+from slimrl.weights.shape import ModelShape, disagreements
+
+QWEN3_4B = {  # the published config.json, the entries that matter here
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+
+
+def qwen3_4b_flags(**changes: object) -> Arguments:
+    """The flags of the published recipe for the same model."""
+    flags = {
+        "num_layers": 36,
+        "hidden_size": 2560,
+        "ffn_hidden_size": 9728,
+        "num_attention_heads": 32,
+        "group_query_attention": True,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "vocab_size": 151936,
+        "padded_vocab_size": 151936,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 1000000,
+        "qk_layernorm": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+    }
+    return Arguments(**{**flags, **changes})
+
+
+def test_flags_and_config_of_the_same_model_give_the_same_shape():
+    assert ModelShape.from_args(qwen3_4b_flags()) == ModelShape.from_hf_config(QWEN3_4B)
+    assert disagreements(qwen3_4b_flags(), QWEN3_4B) == []
+
+
+def test_parameter_count_follows_from_the_table():
+    # the model card says 4.0B parameters, 3.6B without the embedding
+    shape = ModelShape.from_hf_config(QWEN3_4B)
+    count = 0
+    for row in family_for(QWEN3_4B).rows(shape.num_layers, tied=True):
+        for part in row.hf:
+            size = 1
+            for dim in part.dims:
+                size *= shape.dimension(dim)
+            count += size
+    assert count == 4_022_468_096
+
+
+def test_every_disagreement_names_flag_and_both_values():
+    args = qwen3_4b_flags(num_layers=35, rotary_base=10000, qk_layernorm=False, vocab_size=None)
+    sentences = disagreements(args, QWEN3_4B)
+    assert len(sentences) == 4
+    for expected in (
+        "--num-layers is 35 but config.json has num_hidden_layers = 36: write --num-layers 36",
+        "--rotary-base is 10000 but config.json has rope_theta = 1000000: write --rotary-base 1000000",
+        "--vocab-size is not given but config.json has vocab_size = 151936: write --vocab-size 151936",
+        "--qk-layernorm is off but config.json (model_type qwen3) describes a model with it: add --qk-layernorm",
+    ):
+        assert expected in sentences
+
+
+def test_rotary_base_is_read_from_new_and_old_configs():
+    new = {key: value for key, value in QWEN3_4B.items() if key != "rope_theta"}
+    new["rope_parameters"] = {"rope_theta": 1000000, "rope_type": "default"}
+    assert disagreements(qwen3_4b_flags(), new) == []
+
+
+def test_rotary_scaling_that_training_cannot_compute_is_refused():
+    (sentence,) = disagreements(qwen3_4b_flags(), {**QWEN3_4B, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+    assert "'yarn'" in sentence
+
+
+def test_head_width_and_groups_default_as_in_transformers():
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    shape = ModelShape.from_hf_config(config)
+    assert (shape.kv_channels, shape.num_query_groups, shape.tied) == (16, 4, False)
+    with pytest.raises(ValueError, match="no vocab_size"):
+        ModelShape.from_hf_config({key: value for key, value in config.items() if key != "vocab_size"})
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'gpt2'.*known ones are llama, qwen2, qwen3"):
+        family_for({"model_type": "gpt2"})
+
+
+def test_a_variant_that_the_table_does_not_describe_is_refused():
+    with pytest.raises(ValueError, match="mlp_bias = True"):
+        family_for({"model_type": "llama", "mlp_bias": True})
+
+
+def test_shape_is_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelShape.from_hf_config(QWEN3_4B).num_layers = 1
