@@ -1,0 +1,142 @@
+"""The columnar batch: layout of hand-made samples, selection, files, and refusals that name the sample."""
+
+import pytest
+import torch
+
+from slimrl.data.batch import RolloutBatch, batch_from_samples
+from slimrl.data.sample import Sample, SampleStatus
+
+
+def make_sample(index: int, prompt: list[int], response: list[int], **fields) -> Sample:
+    defaults = {
+        "prompt": "p",
+        "group_index": index // 2,
+        "index": index,
+        "tokens": prompt + response,
+        "response_length": len(response),
+        "rollout_log_probs": [-0.5 * token for token in response],
+        "reward": float(index),
+        "status": SampleStatus.COMPLETED,
+    }
+    return Sample(**{**defaults, **fields})
+
+
+def three_samples() -> list[Sample]:
+    return [
+        make_sample(10, [1, 2], [3]),
+        make_sample(11, [4], [5, 6, 7], loss_mask=[1, 0, 1], status=SampleStatus.TRUNCATED),
+        make_sample(12, [8, 9], [10, 11], remove_sample=True, loss_mask=[1, 1]),
+    ]
+
+
+def three_rows() -> RolloutBatch:
+    return batch_from_samples(three_samples(), torch.tensor([0.1, 0.2, 0.3]), reward_key=None)
+
+
+def test_samples_lie_end_to_end_in_their_order():
+    batch = three_rows()
+    assert len(batch) == 3
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert batch.total_lengths.tolist() == [3, 4, 4]
+    assert batch.response_lengths.tolist() == [1, 3, 2]
+    assert batch.rollout_log_probs.tolist() == [-1.5, -2.5, -3.0, -3.5, -5.0, -5.5]
+    assert batch.raw_rewards.tolist() == [10.0, 11.0, 12.0]
+    assert batch.rewards.tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert batch.group_ids.tolist() == [5, 5, 6]
+    assert batch.sample_ids.tolist() == [10, 11, 12]
+    assert batch.truncated.tolist() == [False, True, False]
+    assert batch.token_offsets.tolist() == [0, 3, 7, 11]
+    assert batch.response_offsets.tolist() == [0, 1, 4, 6]
+
+
+def test_columns_have_the_promised_types():
+    batch = three_rows()
+    for name in ("tokens", "total_lengths", "response_lengths", "group_ids", "sample_ids"):
+        assert getattr(batch, name).dtype == torch.int64, name
+    for name in ("loss_mask", "rollout_log_probs", "raw_rewards", "rewards"):
+        assert getattr(batch, name).dtype == torch.float32, name
+    assert batch.truncated.dtype == torch.bool
+
+
+def test_the_mask_is_ones_where_the_sample_has_none_and_zeros_where_it_is_removed():
+    assert three_rows().loss_mask.tolist() == [1, 1, 0, 1, 0, 0]
+
+
+def test_a_reward_key_picks_the_raw_reward():
+    samples = [make_sample(0, [1], [2], reward={"accuracy": 1.0, "format": 0.5})]
+    batch = batch_from_samples(samples, torch.zeros(1), reward_key="format")
+    assert batch.raw_rewards.tolist() == [0.5]
+
+
+def test_an_empty_response_is_allowed_and_adds_no_response_values():
+    samples = [make_sample(0, [1, 2], [], rollout_log_probs=None), make_sample(1, [3], [4])]
+    batch = batch_from_samples(samples, torch.zeros(2), reward_key=None)
+    assert batch.tokens.tolist() == [1, 2, 3, 4]
+    assert batch.response_offsets.tolist() == [0, 0, 1]
+    only_empty = batch_from_samples(samples[:1], torch.zeros(1), reward_key=None)
+    assert only_empty.loss_mask.shape == (0,)
+
+
+def test_select_takes_rows_in_the_given_order_and_may_repeat_them():
+    chosen = three_rows().select([2, 0, 2])
+    assert chosen.tokens.tolist() == [8, 9, 10, 11, 1, 2, 3, 8, 9, 10, 11]
+    assert chosen.rollout_log_probs.tolist() == [-5.0, -5.5, -1.5, -5.0, -5.5]
+    assert chosen.loss_mask.tolist() == [0, 0, 1, 0, 0]
+    assert chosen.sample_ids.tolist() == [12, 10, 12]
+    assert chosen.micro_batches == []
+
+
+def test_select_of_no_rows_is_an_empty_batch_and_of_an_unknown_row_an_error():
+    assert len(three_rows().select([])) == 0
+    for rows in ([0, 3], [-1]):
+        with pytest.raises(IndexError, match="the batch has 3"):
+            three_rows().select(rows)
+
+
+def test_a_saved_batch_comes_back_bit_for_bit_with_its_schedule(tmp_path):
+    batch = three_rows()
+    batch.micro_batches, batch.samples_per_step, batch.tokens_per_step = [[[0, 2], [1]]], [3], [3]
+    path = tmp_path / "batch.safetensors"
+    batch.save(path)
+    batch.save(path)  # replaces
+    loaded = RolloutBatch.load(path)
+    for name, value in vars(batch).items():
+        other = getattr(loaded, name)
+        assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value, name
+    assert [file.name for file in tmp_path.iterdir()] == ["batch.safetensors"]
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors is no rollout batch"):
+        RolloutBatch.load(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_mask": [1, 1]}, "sample 7 .number 1 of the rollout. has 2 loss_mask for 1 response tokens"),
+        ({"rollout_log_probs": []}, "sample 7 .* has 0 rollout_log_probs for 1 response tokens"),
+        ({"rollout_log_probs": None}, "sample 7 .* has no rollout_log_probs"),
+        ({"response_length": 3}, "sample 7 .* has 2 tokens and response_length 3"),
+        ({"response_length": 2}, "at least one token"),
+        ({"group_index": None}, "has no index or no group_index"),
+        ({"reward": None}, "sample 7 has no reward"),
+    ],
+)
+def test_an_incomplete_sample_is_refused_by_name(fields, message):
+    samples = [make_sample(6, [1], [2]), make_sample(7, [1], [2], **fields)]
+    with pytest.raises(ValueError, match=message):
+        batch_from_samples(samples, torch.zeros(2), reward_key=None)
+
+
+def test_a_sample_without_an_index_is_named_by_its_place():
+    with pytest.raises(ValueError, match="sample None .number 0 of the rollout. has no index or no group_index"):
+        batch_from_samples([Sample(prompt="p", group_index=0)], torch.zeros(1), reward_key=None)
+
+
+def test_rewards_must_match_the_samples():
+    with pytest.raises(ValueError, match=r"3 samples came with rewards of shape \[2\]"):
+        batch_from_samples(three_samples(), torch.zeros(2), reward_key=None)

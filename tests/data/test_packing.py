@@ -1,0 +1,149 @@
+"""The schedule of a rollout: its promises as properties over random batches, and small cases by hand."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slimrl.data.batch import RolloutBatch, batch_from_samples
+from slimrl.data.packing import schedule_batch
+from slimrl.data.sample import Sample
+
+
+def make_batch(lengths: list[int], masks: list[list[int]] | None = None) -> RolloutBatch:
+    """Samples with a prompt of one token, whose tokens all equal the sample's id."""
+    samples = [
+        Sample(
+            prompt="p",
+            index=100 + row,
+            group_index=row,
+            tokens=[100 + row] * length,
+            response_length=length - 1,
+            loss_mask=masks[row] if masks else None,
+            rollout_log_probs=[-1.0] * (length - 1),
+            reward=0.0,
+        )
+        for row, length in enumerate(lengths)
+    ]
+    return batch_from_samples(samples, torch.zeros(len(samples)), reward_key=None)
+
+
+def schedule(lengths: list[int], **options) -> list[RolloutBatch]:
+    defaults = {
+        "data_parallel_size": 1,
+        "global_batch_size": len(lengths),
+        "micro_batch_size": 1,
+        "max_tokens_per_micro_batch": None,
+        "balance": False,
+    }
+    return schedule_batch(make_batch(lengths), **{**defaults, **options})
+
+
+def ids_by_step(ranks: list[RolloutBatch], step: int) -> list[int]:
+    """Sample ids of one step over all ranks and micro-batches, sorted."""
+    return sorted(int(batch.sample_ids[row]) for batch in ranks for group in batch.micro_batches[step] for row in group)
+
+
+@st.composite
+def cases(draw):
+    ranks = draw(st.integers(1, 4))
+    micro_batch_size = draw(st.integers(1, 3))
+    step_size = ranks * micro_batch_size * draw(st.integers(1, 4))
+    steps = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=steps * step_size, max_size=steps * step_size))
+    return lengths, {
+        "data_parallel_size": ranks,
+        "global_batch_size": step_size,
+        "micro_batch_size": micro_batch_size,
+        "max_tokens_per_micro_batch": draw(st.one_of(st.none(), st.integers(5, 60))),
+        "balance": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_every_promise_holds(case):
+    lengths, options = case
+    ranks = schedule(lengths, **options)
+    cap, step_size = options["max_tokens_per_micro_batch"], options["global_batch_size"]
+    steps = len(lengths) // step_size
+    assert len(ranks) == options["data_parallel_size"]
+    for step in range(steps):
+        # every sample once, in the step of its position; the same number of micro-batches everywhere
+        first = 100 + step * step_size
+        assert ids_by_step(ranks, step) == list(range(first, first + step_size))
+        assert len({len(batch.micro_batches[step]) for batch in ranks}) == 1
+    for batch in ranks:
+        assert batch.samples_per_step == [step_size] * steps
+        assert sorted(row for step in batch.micro_batches for group in step for row in group) == list(range(len(batch)))
+        assert batch.tokens.tolist() == torch.repeat_interleave(batch.sample_ids, batch.total_lengths).tolist()
+        for group in (group for step in batch.micro_batches for group in step):
+            tokens = int(batch.total_lengths[group].sum())
+            assert len(group) == options["micro_batch_size"] if cap is None else len(group) == 1 or tokens <= cap
+    again = schedule(lengths, **options)
+    assert [batch.micro_batches for batch in again] == [batch.micro_batches for batch in ranks]
+    assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(again, ranks, strict=True))
+
+
+def test_static_micro_batches_keep_the_order_and_give_each_rank_a_run_of_it():
+    first, second = schedule([3, 9, 4, 8, 5, 7, 6, 2], data_parallel_size=2, micro_batch_size=2)
+    assert first.sample_ids.tolist() == [100, 101, 102, 103]
+    assert second.sample_ids.tolist() == [104, 105, 106, 107]
+    assert first.micro_batches == second.micro_batches == [[[0, 1], [2, 3]]]
+
+
+def test_dynamic_micro_batches_are_as_few_as_the_cap_allows():
+    (batch,) = schedule([3, 9, 4, 8, 5, 7, 6, 2], max_tokens_per_micro_batch=11)
+    assert len(batch.micro_batches[0]) == 4  # 44 tokens in bins of 11
+    sums = [int(batch.total_lengths[group].sum()) for group in batch.micro_batches[0]]
+    assert sums == [11, 11, 11, 11]
+
+
+@pytest.mark.parametrize("cap", [None, 60])
+def test_balancing_evens_out_the_cost_of_the_ranks(cap):
+    lengths = [40, 38, 36, 34, 6, 5, 4, 3]
+
+    def spread(balance: bool) -> float:
+        ranks = schedule(lengths, data_parallel_size=2, max_tokens_per_micro_batch=cap, balance=balance)
+        totals = [int(batch.total_lengths.sum()) for batch in ranks]
+        return max(totals) / min(totals)
+
+    assert spread(balance=True) < 1.06
+    if cap is None:
+        assert spread(balance=False) > 8  # 148 against 18: one rank would wait for the other
+
+
+def test_trained_tokens_are_counted_over_all_ranks_without_the_masked_ones():
+    batch = make_batch([4, 3, 2, 5], masks=[[1, 0, 1], [0, 0], [1], [1, 1, 1, 1]])
+    ranks = schedule_batch(
+        batch,
+        data_parallel_size=2,
+        global_batch_size=2,
+        micro_batch_size=1,
+        max_tokens_per_micro_batch=None,
+        balance=True,
+    )
+    assert [rank.tokens_per_step for rank in ranks] == [[2, 5], [2, 5]]
+    assert [rank.samples_per_step for rank in ranks] == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_size": 4}, "6 samples, which --global-batch-size 4 does not divide"),
+        ({"micro_batch_size": 4}, "--global-batch-size 6 is not divisible by 1 .* --micro-batch-size 4"),
+        ({"data_parallel_size": 4}, "--global-batch-size 6 is not divisible by 4"),
+        (
+            {"data_parallel_size": 4, "max_tokens_per_micro_batch": 5},
+            r"6 samples cannot fill 8 micro-batches \(2 on each of 4 data-parallel ranks, at most 5 tokens each\)",
+        ),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused_with_the_flags_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        schedule([5] * 6, **options)
+
+
+def test_an_empty_rollout_is_refused():
+    with pytest.raises(ValueError, match="0 samples"):
+        schedule([], global_batch_size=4)
