@@ -1,0 +1,1 @@
+"""Filters that a rollout can be given by import path."""

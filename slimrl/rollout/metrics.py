@@ -1,0 +1,93 @@
+"""The names and definitions of everything a rollout reports; flat dicts of plain numbers.
+
+| name | meaning |
+| --- | --- |
+| `rollout/raw_reward` | mean reward as judged |
+| `rollout/raw_reward_std` | standard deviation (n - 1) of the rewards over all samples; 0 for one sample |
+| `rollout/response_len/{mean,median,max,min}` | response tokens |
+| `rollout/prompt_len/mean` | prompt tokens |
+| `rollout/truncated_ratio` | share of samples cut off by the length limit |
+| `rollout/repetition_frac` | share of responses whose end is one pattern over and over (see `is_repetitive`) |
+| `rollout/zero_std/ratio` | share of groups whose rewards are all equal, which therefore teach nothing |
+| `rollout/zero_std/count_<reward>` | groups in which every sample has that reward |
+| `rollout/reward_failures` | samples whose grader gave no verdict (counted as reward 0) |
+| `rollout/dynamic_filter/drop_<reason>` | groups that the dynamic sampling filter dropped |
+| `rollout/dynamic_filter/carried_over` | groups given back to the data source when the batch was full |
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
+
+_REPETITION_TAIL_CHARS = 10_000
+_REPETITION_MIN_CHARS = 200
+_REPETITION_RATIO = 10.0
+
+
+def rollout_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[str, float]:
+    """The metrics of one rollout; `raw_rewards` [n] (list or tensor) in the order of `samples`."""
+    rewards = [float(reward) for reward in raw_rewards]
+    if len(rewards) != len(samples) or not samples:
+        raise ValueError(f"{len(samples)} samples with {len(rewards)} rewards: give at least one, and one reward each")
+    lengths = length_statistics([sample.response_length for sample in samples])
+    return {
+        "rollout/raw_reward": mean(rewards),
+        "rollout/raw_reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        **{f"rollout/response_len/{name}": value for name, value in lengths.items()},
+        "rollout/prompt_len/mean": mean([sample.prompt_length for sample in samples]),
+        "rollout/truncated_ratio": mean([float(sample.status is SampleStatus.TRUNCATED) for sample in samples]),
+        "rollout/repetition_frac": mean([float(is_repetitive(sample.response)) for sample in samples]),
+        "rollout/reward_failures": float(sum(REWARD_FAILURE_KEY in sample.metadata for sample in samples)),
+        **_zero_std_metrics(samples, rewards),
+    }
+
+
+def dynamic_filter_metrics(drops: dict[str, int], carried_over: int) -> dict[str, float]:
+    """What the dynamic sampling filter did, by reason."""
+    dropped = {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in sorted(drops.items())}
+    return {**dropped, "rollout/dynamic_filter/carried_over": float(carried_over)}
+
+
+def length_statistics(lengths: list[int]) -> dict[str, float]:
+    """Mean, median, max and min of token counts."""
+    return {
+        "mean": mean(lengths),
+        "median": float(statistics.median(lengths)),
+        "max": float(max(lengths)),
+        "min": float(min(lengths)),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; the sum is exact, so the order of the samples does not matter."""
+    return math.fsum(values) / len(values)
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Chance that k of n samples, `passed` of which pass, hold one that does: `1 - C(n - passed, k) / C(n, k)`.
+
+    Chen et al. 2021 (Codex), equation 1.
+    """
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the last 10 000 characters shrink more than tenfold under zlib; prose shrinks two- to fourfold."""
+    tail = text[-_REPETITION_TAIL_CHARS:].encode()
+    return len(tail) >= _REPETITION_MIN_CHARS and len(tail) > _REPETITION_RATIO * len(zlib.compress(tail, 1))
+
+
+def _zero_std_metrics(samples: list[Sample], rewards: list[float]) -> dict[str, float]:
+    groups: dict[int | None, list[float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        groups.setdefault(sample.group_index, []).append(reward)
+    flat = Counter(round(group[0], 1) for group in groups.values() if min(group) == max(group))
+    counts = {f"rollout/zero_std/count_{reward:g}": float(count) for reward, count in sorted(flat.items())}
+    return {"rollout/zero_std/ratio": sum(flat.values()) / len(groups), **counts}

@@ -1,0 +1,43 @@
+"""From judged samples to the rewards that are trained on: raw, and normalised within each prompt's group."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from slimrl.algorithms.advantages import group_normalized_rewards
+from slimrl.arguments import Arguments
+from slimrl.data.sample import Sample
+from slimrl.hooks import RewardPostProcess, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """float32 [n] each, in the order of the samples."""
+
+    raw: Tensor
+    normalized: Tensor
+
+
+def rewards_of(args: Arguments, samples: list[Sample]) -> Rewards:
+    """Raw rewards (the `--reward-key` entry where they are dicts) and what is trained on.
+
+    Groups are told by `group_index`, whatever their size and place. `--custom-reward-post-process-path` replaces both.
+    Raises ValueError where a sample has no reward, or the user's function returns the wrong number of them.
+    """
+    if args.custom_reward_post_process_path is not None:
+        process = resolve(args.custom_reward_post_process_path, RewardPostProcess)
+        raw, normalized = (torch.as_tensor(column, dtype=torch.float32) for column in process(args, samples))
+        if raw.shape != (len(samples),) or normalized.shape != (len(samples),):
+            raise ValueError(
+                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned rewards of shapes"
+                f" {list(raw.shape)} and {list(normalized.shape)}: return two lists of {len(samples)} numbers"
+            )
+        return Rewards(raw, normalized)
+    raw = torch.tensor([sample.reward_value(args.reward_key) for sample in samples], dtype=torch.float32)
+    if not args.rewards_normalization:
+        return Rewards(raw, raw.clone())
+    group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
+    return Rewards(raw, group_normalized_rewards(raw, group_ids, scale_by_std=args.grpo_std_normalization))

@@ -1,0 +1,78 @@
+"""What is asked of the engine for one sample: sampling parameters in the engine's names, and the sample's own seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.namespace import EvalDataset
+from slimrl.data.sample import Sample
+
+
+def sampling_seed(*identity: int | str) -> int:
+    """A stable seed of 31 bits for one sample, from what identifies it; the same in every process and order."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in identity)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingPlan:
+    """How a data set is sampled; `base` holds the engine's sampling parameters without a seed."""
+
+    base: dict[str, Any]
+    max_context_len: int | None  # tokens, prompt and response together
+    seed_identity: tuple[int | str, ...] | None  # None: the engine draws as it likes
+
+    @classmethod
+    def for_training(cls, args: Arguments) -> SamplingPlan:
+        """From the `--rollout-*` flags; one seed per sample only where the engines are deterministic."""
+        base = {
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+            "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len,
+            "stop": args.rollout_stop,
+            "stop_token_ids": args.rollout_stop_token_ids,
+            "skip_special_tokens": args.rollout_skip_special_tokens,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+        return cls(base, args.rollout_max_context_len, (args.rollout_seed,) if _deterministic(args) else None)
+
+    @classmethod
+    def for_evaluation(cls, args: Arguments, dataset: EvalDataset) -> SamplingPlan:
+        """From an evaluation set's own values; temperature 0 is greedy."""
+        base = {
+            "temperature": dataset.temperature,
+            "top_p": dataset.top_p,
+            "top_k": dataset.top_k,
+            "max_new_tokens": dataset.max_response_len,
+            "stop": dataset.stop,
+            "stop_token_ids": dataset.stop_token_ids,
+            "skip_special_tokens": dataset.skip_special_tokens,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+        if dataset.min_new_tokens is not None:
+            base["min_new_tokens"] = dataset.min_new_tokens
+        identity = (args.rollout_seed, "eval", dataset.name) if _deterministic(args) else None
+        return cls(base, dataset.max_context_len, identity)
+
+    def params(self, sample: Sample, *identity: int | str) -> dict[str, Any]:
+        """The request's sampling parameters for `sample`, which `identity` tells from all others of the data set.
+
+        `max_new_tokens` leaves out what the sample has generated already and what the context length has no room for.
+        """
+        budget = self.base["max_new_tokens"]
+        if self.max_context_len is not None:
+            budget = min(budget, self.max_context_len - sample.prompt_length)
+        params = {**self.base, "max_new_tokens": budget - sample.response_length}
+        if self.seed_identity is not None:
+            params["sampling_seed"] = sampling_seed(*self.seed_identity, *identity)
+        return params
+
+
+def _deterministic(args: Arguments) -> bool:
+    return bool(args.sglang_options.get("enable_deterministic_inference"))
