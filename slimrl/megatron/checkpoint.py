@@ -6,22 +6,123 @@ Promises atomic checkpoints (see `checkpoint_folder`) that any parallel layout c
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slimrl.megatron import checkpoint_folder, checkpoint_io
+from slimrl.megatron import checkpoint_folder, checkpoint_io, random_state
 from slimrl.megatron.checkpoint_folder import CheckpointFolder, find_checkpoint
+from slimrl.megatron.optimizer import finish_loading
+from slimrl.megatron.parallel import ParallelState
 
-__all__ = ["CheckpointFolder", "find_checkpoint", "load_model_only", "save_model_only"]
+__all__ = [
+    "CheckpointFolder",
+    "TrainingState",
+    "find_checkpoint",
+    "load_model_only",
+    "load_training_state",
+    "save_model_only",
+    "save_training_state",
+]
+
+_logger = logging.getLogger(__name__)
 
 
-def model_state(model: GPTModel, metadata: dict[str, Any]) -> ShardedStateDict:
-    """The model's tensors, each with its place in the whole."""
-    return model.sharded_state_dict(metadata=metadata)
+@dataclasses.dataclass
+class TrainingState:
+    """The live objects a checkpoint is taken from and put back into."""
+
+    model: GPTModel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    parallel: ParallelState
+
+
+def _sharding(parallel: ParallelState) -> dict[str, Any]:
+    """How megatron-core lays out state; its own default for the optimizer cannot be read back in 0.16.1."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel.dp_cp_group,
+    }
+
+
+def save_training_state(
+    state: TrainingState, root: Path, rollout_id: int, data_state: dict[str, Any], *, with_optimizer: bool = True
+) -> Path:
+    """Write the checkpoint that resumes after `rollout_id`; collective. Returns its folder.
+
+    `data_state` (rank 0's is kept) must be plain data: numbers, strings, lists, tuples, dicts, tensors. Raises
+    ValueError where it is not.
+    """
+    sharding = _sharding(state.parallel)
+    model = state.model.sharded_state_dict(metadata=sharding)
+    content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
+    content["rng_state"] = random_state.sharded(state.parallel)
+    if with_optimizer:
+        content["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=False, metadata=sharding)
+    metadata = {
+        "content": "training",
+        "has_optimizer": with_optimizer,
+        "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
+        "layout": random_state.layout(state.parallel),
+    }
+    partial = _begin(root, rollout_id)
+    if dist.get_rank() == 0:
+        checkpoint_folder.write_data_state(partial, data_state)
+    checkpoint_io.write(content, partial, metadata)
+    return _commit(root, rollout_id)
+
+
+def load_training_state(
+    state: TrainingState, found: CheckpointFolder, *, load_optimizer: bool, load_random_state: bool
+) -> dict[str, Any] | None:
+    """Put optimizer, schedule and random state back (the model is loaded already); collective.
+
+    Returns the data state, None where the checkpoint has none. Raises ValueError where the checkpoint has no
+    optimizer state or one of the other kind.
+    """
+    metadata = checkpoint_io.read_metadata(found.path)
+    wanted: ShardedStateDict = {}
+    if load_optimizer:
+        _check_optimizer(metadata, found, state.optimizer.config.use_distributed_optimizer)
+        sharding = _sharding(state.parallel)
+        model = state.model.sharded_state_dict(metadata=sharding)
+        wanted["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=sharding)
+    same_layout = metadata.get("layout") == random_state.layout(state.parallel)
+    if load_random_state and same_layout:
+        wanted["rng_state"] = random_state.sharded(state.parallel)
+    elif load_random_state:
+        _logger.info("%s was saved in another parallel layout: its random state is not taken over", found.path)
+    loaded = checkpoint_io.read(wanted, found.path, model_only=False)
+    if load_optimizer:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        finish_loading(state.optimizer)
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if load_random_state and same_layout:
+        random_state.restore(loaded["rng_state"])
+    return checkpoint_folder.read_data_state(found.path)
+
+
+def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, distributed: bool) -> None:
+    if not metadata.get("has_optimizer", False):
+        raise ValueError(
+            f"{found.path} holds no optimizer state: add --no-load-optim to start with a fresh one, or --finetune"
+        )
+    if metadata["distributed_optimizer"] != distributed:
+        raise ValueError(
+            f"{found.path} was saved {'with' if metadata['distributed_optimizer'] else 'without'}"
+            " --use-distributed-optimizer: use the same setting, or add --no-load-optim"
+        )
 
 
 def save_model_only(model: GPTModel, folder: Path) -> Path:
@@ -31,7 +132,7 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     """
     root = Path(folder)
     partial = _begin(root, None)
-    checkpoint_io.write({"model": model_state(model, {})}, partial, {"content": "model"})
+    checkpoint_io.write({"model": model.sharded_state_dict()}, partial, {"content": "model"})
     return _commit(root, None)
 
 
@@ -47,7 +148,7 @@ def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> C
             f"{folder} holds no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
             " tools/convert_hf_to_torch_dist.py or give another folder"
         )
-    loaded = checkpoint_io.read({"model": model_state(model, {})}, found.path, model_only=True)
+    loaded = checkpoint_io.read({"model": model.sharded_state_dict()}, found.path, model_only=True)
     model.load_state_dict(loaded["model"])
     return found
 

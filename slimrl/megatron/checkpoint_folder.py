@@ -8,11 +8,17 @@ then renamed, and only then named in the tracker file. No megatron-core here.
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
+
+import torch
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+DATA_STATE_NAME = "data_state.pt"
 RELEASE = "release"
 
 
@@ -112,3 +118,22 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_data_state(folder: Path, data_state: dict[str, Any]) -> None:
+    """Store where the data source stood. Raises ValueError where it holds more than plain data."""
+    buffer = io.BytesIO()
+    torch.save(data_state, buffer)
+    try:  # now, not when the run is resumed
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"the data source's state is not plain data and could not be loaded again: {error}") from error
+    with (folder / DATA_STATE_NAME).open("wb") as file:
+        file.write(buffer.getvalue())
+        os.fsync(file.fileno())
+
+
+def read_data_state(folder: Path) -> dict[str, Any] | None:
+    """What `write_data_state` stored, None where nothing was."""
+    path = folder / DATA_STATE_NAME
+    return torch.load(path, weights_only=True) if path.is_file() else None

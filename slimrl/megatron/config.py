@@ -7,7 +7,7 @@ Transformer Engine) is switched off here and nowhere else. Called by the model, 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+import math
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from slimrl.arguments import Arguments
 from slimrl.platform import is_cpu
-
-if TYPE_CHECKING:
-    from slimrl.arguments import Arguments
 
 
 def transformer_impl(args: Arguments) -> str:
@@ -126,7 +124,8 @@ def optimizer_config(args: Arguments) -> OptimizerConfig:
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
-        clip_grad=args.clip_grad,
+        # An infinite bound clips nothing but still has the norm computed.
+        clip_grad=args.clip_grad if args.clip_grad > 0 else math.inf,
         params_dtype=parameter_dtype(args),
         bf16=args.bf16,
         fp16=args.fp16,
@@ -134,12 +133,26 @@ def optimizer_config(args: Arguments) -> OptimizerConfig:
     )
 
 
-def parameter_scheduler(args: Arguments, optimizer: MegatronOptimizer, total_steps: int) -> OptimizerParamScheduler:
+def total_optimizer_steps(args: Arguments) -> int:
+    """Optimizer steps of the whole run: rollouts x steps per rollout.
+
+    Raises ValueError where the number of rollouts is not known yet.
+    """
+    if args.num_rollout is None or args.num_steps_per_rollout is None:
+        raise ValueError(
+            f"--num-rollout is {args.num_rollout} and --num-steps-per-rollout {args.num_steps_per_rollout}: the"
+            " learning rate schedule needs both when training starts"
+        )
+    return args.num_rollout * args.num_steps_per_rollout
+
+
+def parameter_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Learning rate and weight decay as functions of the optimizer step; `.step(1)` after each step.
 
-    `total_steps` is the number of optimizer steps of the whole run: the decay length where --lr-decay-iters is
-    not given. Warm-up is --lr-warmup-iters steps, or --lr-warmup-fraction of the decay length.
+    The decay takes --lr-decay-iters steps, else the whole run; the warm-up --lr-warmup-fraction of that, else
+    --lr-warmup-iters steps.
     """
+    total_steps = total_optimizer_steps(args)
     decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else total_steps
     warmup_steps = args.lr_warmup_iters
     if args.lr_warmup_fraction is not None:

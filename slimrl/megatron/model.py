@@ -6,17 +6,13 @@ and every parameter marked the way gradient reduction needs. Called by the train
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from slimrl.arguments import Arguments
 from slimrl.megatron.config import transformer_config
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.spec import block_spec
-
-if TYPE_CHECKING:
-    from slimrl.arguments import Arguments
 
 
 def build_model(args: Arguments, parallel: ParallelState) -> GPTModel:

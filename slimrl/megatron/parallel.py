@@ -78,8 +78,8 @@ def initialize(
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
-        # On the CPU every group already is a gloo group; a second set would only cost start-up time.
-        create_gloo_process_groups=device.type == "cuda",
+        # Nothing here uses the second, gloo set of groups, and opening it costs start-up time.
+        create_gloo_process_groups=False,
     )
     # Pipeline stages draw different numbers; data-parallel copies must not (their weights start equal).
     stage_seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()

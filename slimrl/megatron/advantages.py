@@ -1,0 +1,46 @@
+"""Advantages per response token of one rank's samples, from the rewards that came with them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimrl.algorithms.kl import kl_estimate
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+
+
+def token_advantages(
+    args: Arguments,
+    batch: RolloutBatch,
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """A_t = normalised reward of the sample - kl_coef * KL_t, float32 [response tokens of the rank].
+
+    With --normalize-advantages whitened over the trained tokens of all data-parallel ranks (`group`).
+    """
+    device = log_probs.device
+    lengths = batch.response_lengths.to(device)
+    advantages = torch.repeat_interleave(batch.rewards.to(device), lengths)
+    if args.kl_coef != 0.0 and ref_log_probs is not None:
+        advantages = advantages - args.kl_coef * kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
+    if args.normalize_advantages:
+        advantages = _whitened(advantages, batch.loss_mask.to(device), group)
+    return advantages
+
+
+def _whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(values - mean) / (std + 1e-8) with mean and unbiased std over the unmasked values of all ranks."""
+    trained = mask != 0
+    chosen = values[trained].double()
+    moments = torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum()])
+    dist.all_reduce(moments, group=group)
+    count, total = moments
+    mean = total / count.clamp(min=1)
+    squares = (chosen - mean).square().sum()
+    dist.all_reduce(squares, group=group)
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+    return ((values.double() - mean) / (deviation + 1e-8)).to(values.dtype)

@@ -1,0 +1,128 @@
+"""The policy loss of one micro-batch, as sums that do not depend on how the batch was cut.
+
+Promises that adding the sums over micro-batches and ranks and dividing by the added counts gives the loss of the
+whole step. Called by `forward`; the formulas themselves live in `slimrl.algorithms`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from slimrl.algorithms.kl import KLKind, kl_estimate
+from slimrl.algorithms.policy_loss import clipped_policy_loss
+from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
+from slimrl.arguments import Arguments
+
+# Means over the step, weighted as the loss is.
+WEIGHTED_NAMES = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_mean")
+# Means over all trained tokens of the step.
+TOKEN_NAMES = ("train_rollout_logprob_abs_diff_mean",)
+MAXIMUM_NAMES = ("ratio_max_abs_diff", "train_rollout_logprob_abs_diff_max")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLossSettings:
+    """The flags that shape the loss."""
+
+    eps_clip: float
+    eps_clip_high: float
+    eps_clip_c: float | None
+    entropy_coef: float
+    kl_loss_coef: float
+    kl_loss_type: KLKind
+    per_token: bool
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> PolicyLossSettings:
+        """The settings of a run; a KL loss that is only logged has coefficient 0."""
+        return cls(
+            eps_clip=args.eps_clip,
+            eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+            eps_clip_c=args.eps_clip_c,
+            entropy_coef=args.entropy_coef,
+            kl_loss_coef=args.kl_loss_coef if args.use_kl_loss else 0.0,
+            kl_loss_type=args.kl_loss_type,
+            per_token=args.calculate_per_token_loss,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLossInputs:
+    """The response tokens of one micro-batch, samples end to end; float32 [tokens] unless said otherwise."""
+
+    log_probs: Tensor  # of the policy in training, differentiable
+    entropy: Tensor  # of its distributions, differentiable
+    old_log_probs: Tensor  # the policy the ratio is taken against
+    train_log_probs: Tensor  # the trainer's before the rollout's first optimizer step
+    rollout_log_probs: Tensor  # the engines'
+    ref_log_probs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    response_lengths: Tensor  # int64 [samples]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLossSums:
+    """What one micro-batch adds to the step; only `loss` carries a gradient."""
+
+    loss: Tensor  # scalar
+    count: Tensor  # int32 scalar: what the loss is divided by
+    weighted: Tensor  # float64 [len(WEIGHTED_NAMES)], divided by `count`
+    by_token: Tensor  # float64 [len(TOKEN_NAMES) + 1], divided by its last entry, the trained tokens
+    maxima: Tensor  # float64 [len(MAXIMUM_NAMES)]
+
+
+def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLossSums:
+    """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
+
+    Per token: the sum over trained tokens, counted in trained tokens. Otherwise: the sum over samples of the mean
+    over the sample's trained tokens, counted in samples (also the fully masked ones, which add 0).
+    """
+    mask = inputs.loss_mask
+    policy = clipped_policy_loss(
+        inputs.log_probs,
+        inputs.old_log_probs,
+        inputs.advantages,
+        eps_clip=settings.eps_clip,
+        eps_clip_high=settings.eps_clip_high,
+        eps_clip_c=settings.eps_clip_c,
+    )
+    weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
+    kl = torch.zeros_like(mask)
+    per_token = policy.loss
+    if settings.entropy_coef != 0.0:
+        per_token = per_token - settings.entropy_coef * inputs.entropy
+    if inputs.ref_log_probs is not None:
+        kl = kl_estimate(inputs.log_probs, inputs.ref_log_probs, settings.kl_loss_type)
+        if settings.kl_loss_coef != 0.0:
+            per_token = per_token + settings.kl_loss_coef * kl
+    loss = masked_sum(per_token, weights)
+    trained_tokens = (mask != 0).sum()
+    count = trained_tokens if settings.per_token else trained_tokens.new_tensor(inputs.response_lengths.numel())
+
+    with torch.no_grad():
+        values = (
+            per_token,
+            policy.loss,
+            inputs.entropy,
+            policy.clipped,
+            inputs.old_log_probs - inputs.log_probs,
+            kl,
+            policy.ratio,
+        )
+        mismatch = ((inputs.train_log_probs - inputs.rollout_log_probs).abs()).masked_fill(mask == 0, 0.0)
+        ratio_gap = (policy.ratio - 1).abs().masked_fill(mask == 0, 0.0)
+        return PolicyLossSums(
+            loss=loss,
+            count=count.to(torch.int32),
+            weighted=torch.stack([masked_sum(value.double(), weights.double()) for value in values]),
+            by_token=torch.stack([mismatch.double().sum(), trained_tokens.double()]),
+            maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
+        )
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_zeros(())

@@ -1,0 +1,173 @@
+"""The training worker: one rank's model, optimizer and schedule, from flags to saved checkpoints.
+
+Promises that a rollout is trained on the same way in every layout, and that a resumed run goes on bit for bit.
+Needs no Ray: started once per process, with the same calls in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+from slimrl.megatron import checkpoint, config, parallel
+from slimrl.megatron.advantages import token_advantages
+from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
+from slimrl.megatron.forward import LogProbSettings, ResponseColumns, compute_log_probs, forward_backward
+from slimrl.megatron.loss import PolicyLossSettings
+from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
+from slimrl.megatron.model import build_model
+from slimrl.megatron.optimizer import build_optimizer
+from slimrl.megatron.reference import ReferenceWeights
+from slimrl.megatron.step_metrics import reduce_step
+
+
+class MegatronTrainer:
+    """One rank of training.
+
+    Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
+    that was resumed, else None), `parallel`, `model` (the bare GPTModel).
+    """
+
+    def __init__(self, args: Arguments, *, rank: int, world_size: int, local_rank: int, init_method: str):
+        """Opens the process groups, builds and loads everything; collective over `world_size` processes.
+
+        Raises FileNotFoundError where neither --load nor --ref-load holds a checkpoint.
+        """
+        self.args = args
+        self.parallel = parallel.initialize(
+            args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
+        )
+        self.model = build_model(args, self.parallel)
+        self._reference = self._load_reference()
+        resumed = self._load_weights()
+        self._wrapped = DistributedDataParallel(self.model.config, config.ddp_config(args), self.model)
+        self.optimizer = build_optimizer(args, self._wrapped)
+        self.model.config.grad_scale_func = self.optimizer.scale_loss
+        self.scheduler = config.parameter_scheduler(args, self.optimizer)
+        self.start_rollout_id, self.data_state = self._resume(resumed)
+        self._log_prob_settings = LogProbSettings(
+            vocab_size=args.vocab_size,
+            temperature=args.rollout_temperature,
+            chunk_size=args.log_probs_chunk_size,
+            group=self.parallel.tp_group,
+        )
+        self._loss_settings = PolicyLossSettings.from_args(args)
+
+    def _load_reference(self) -> ReferenceWeights | None:
+        if not self.args.use_reference:
+            return None
+        self._load_from_ref_load()
+        return ReferenceWeights(self.model)
+
+    def _load_from_ref_load(self) -> None:
+        if self.args.ref_load is None:
+            raise FileNotFoundError(
+                f"--load {self.args.load} holds no checkpoint and --ref-load is not given: convert the model with"
+                " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
+            )
+        checkpoint.load_model_only(self.model, Path(self.args.ref_load), self.args.ref_ckpt_step)
+
+    def _load_weights(self) -> CheckpointFolder | None:
+        """Load the policy's weights; the checkpoint to resume from, None for a fresh start."""
+        found = checkpoint.find_checkpoint(self.args.load, self.args.ckpt_step)
+        if found is None:
+            if self._reference is None:  # with a reference its weights, the same ones, are in place
+                self._load_from_ref_load()
+            return None
+        checkpoint.load_model_only(self.model, found.path)
+        return None if self.args.finetune or found.iteration is None else found
+
+    def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
+        first, data_state = 0, None
+        if found is not None:
+            data_state = checkpoint.load_training_state(
+                self._training_state(),
+                found,
+                load_optimizer=not self.args.no_load_optim,
+                load_random_state=not self.args.no_load_rng,
+            )
+            first = found.iteration + 1
+        if self.args.start_rollout_id is not None:
+            first = self.args.start_rollout_id
+        return first, data_state
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(self.model, self.optimizer, self.scheduler, self.parallel)
+
+    def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
+        """Train on this data-parallel rank's share of one rollout; metrics per optimizer step, equal on every rank.
+
+        `batch` holds the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError where
+        the gradient is not finite; saved checkpoints are untouched then.
+        """
+        steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+        columns = self._columns(batch, [micro_batch for step in steps for micro_batch in step])
+        metrics = []
+        for number, (micro_batches, samples) in enumerate(zip(steps, batch.samples_per_step, strict=True)):
+            metrics.append(self._train_step(micro_batches, columns) | {"samples": float(samples)})
+            if not math.isfinite(metrics[-1]["grad_norm"]) and not self.args.fp16:
+                raise FloatingPointError(
+                    f"rollout {rollout_id}, optimizer step {number}: the gradient norm is {metrics[-1]['grad_norm']};"
+                    " resume from the last checkpoint with a lower --lr or without the samples of this rollout"
+                )
+        return metrics
+
+    def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
+        multiple = self.args.data_pad_size_multiplier * self.parallel.tp_size
+        return pack_micro_batch(batch, rows, length_multiple=multiple, device=self.parallel.device)
+
+    def _columns(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> ResponseColumns:
+        """Everything the loss needs that does not change during the rollout's optimizer steps."""
+        device, length = self.parallel.device, batch.loss_mask.numel()
+        ref_log_probs = None
+        if self._reference is not None:
+            with self._reference.swapped_in(self.model):
+                ref_log_probs = compute_log_probs(self._wrapped, micro_batches, self._log_prob_settings, length)
+        train_log_probs = compute_log_probs(self._wrapped, micro_batches, self._log_prob_settings, length)
+        rollout_log_probs = batch.rollout_log_probs.to(device)
+        return ResponseColumns(
+            old_log_probs=rollout_log_probs if self.args.use_rollout_logprobs else train_log_probs,
+            train_log_probs=train_log_probs,
+            rollout_log_probs=rollout_log_probs,
+            ref_log_probs=ref_log_probs,
+            advantages=token_advantages(self.args, batch, train_log_probs, ref_log_probs, self.parallel.dp_group),
+            loss_mask=batch.loss_mask.to(device),
+        )
+
+    def _train_step(self, micro_batches: list[MicroBatch], columns: ResponseColumns) -> dict[str, float]:
+        # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
+        self._wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = forward_backward(self._wrapped, micro_batches, columns, self._log_prob_settings, self._loss_settings)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        updated, gradient_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(1)
+        metrics = reduce_step(sums, self.parallel.dp_cp_group)
+        norm = math.nan if gradient_norm is None else float(gradient_norm)
+        return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not updated)}
+
+    def save(self, rollout_id: int, data_state: dict[str, Any], save_dir: Path | None = None) -> Path:
+        """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
+
+        Collective; `data_state` is rank 0's. The checkpoint appears whole or not at all. Raises ValueError where
+        no folder is given.
+        """
+        root = save_dir if save_dir is not None else self.args.save
+        if root is None:
+            raise ValueError("there is no folder to save to: give --save")
+        return checkpoint.save_training_state(
+            self._training_state(), Path(root), rollout_id, data_state, with_optimizer=not self.args.no_save_optim
+        )
+
+    def close(self) -> None:
+        """Leave the process groups; the trainer is of no use afterwards."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        parallel.shutdown()
