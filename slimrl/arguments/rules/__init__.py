@@ -1,0 +1,75 @@
+"""The rules: every check between flags, files and slots, in one table."""
+
+from __future__ import annotations
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules import (
+    algorithm,
+    batches,
+    checkpoints,
+    evaluation,
+    hook_paths,
+    layout,
+    model,
+    paths,
+    required,
+    served,
+)
+from slimrl.arguments.rules.context import Context, Rule
+
+# what any program needs that reads the model flags, also a converter
+MODEL_RULES: tuple[Rule, ...] = (
+    required.model_flags_are_given,
+    model.shape_is_possible,
+    algorithm.precision_is_single,
+    paths.hf_checkpoint_exists,
+    model.model_agrees_with_hf_config,
+)
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    required.training_flags_are_given,
+    required.run_has_a_length,
+    served.values_are_served,
+    paths.data_files_exist,
+    paths.outputs_can_be_written,
+    paths.dump_templates_name_the_rollout,
+    paths.disk_transport_has_a_folder,
+    checkpoints.weights_have_a_source,
+    checkpoints.ref_load_is_a_checkpoint,
+    checkpoints.load_is_a_checkpoint_or_new,
+    checkpoints.saving_is_complete,
+    layout.rollout_has_slots,
+    layout.engines_fill_their_slots,
+    layout.slots_fit_the_node,
+    layout.world_divides_by_model_slots,
+    layout.model_divides_by_tensor_parallel,
+    layout.async_is_split,
+    layout.only_one_side_is_left_out,
+    batches.produced_equals_consumed,
+    batches.global_batch_divides_over_slots,
+    batches.dynamic_batches_have_a_cap,
+    batches.over_sampling_reaches_the_batch,
+    model.kernels_are_installed,
+    algorithm.kl_is_counted_once,
+    algorithm.groups_can_be_compared,
+    algorithm.reward_is_given,
+    algorithm.clip_range_is_ordered,
+    algorithm.schedule_is_complete,
+    algorithm.weight_decay_schedule_is_complete,
+    algorithm.recomputation_is_complete,
+    algorithm.overlap_has_its_optimizer,
+    evaluation.evaluation_has_data,
+    evaluation.evaluation_sets_are_judged,
+    evaluation.lengths_fit_the_context,
+    hook_paths.hooks_keep_their_contracts,
+)
+
+
+def check(args: Arguments, context: Context) -> list[Problem]:
+    """Every problem that the rules for this program find, in the order of the table."""
+    rules = MODEL_RULES + TRAINING_RULES if context.is_training else MODEL_RULES
+    return [problem for rule in rules for problem in rule(args, context)]
+
+
+__all__ = ["MODEL_RULES", "TRAINING_RULES", "Context", "Rule", "check"]

@@ -1,0 +1,146 @@
+"""Rules about the learning rule, the schedule and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+
+
+def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The penalty in the advantage and the loss exclude each other; the loss's weight needs the loss."""
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        yield Problem(
+            "--kl-coef",
+            f"--kl-coef {args.kl_coef:g} and --kl-loss-coef {args.kl_loss_coef:g} would count the KL twice:"
+            " set one of them to 0.",
+        )
+    if args.kl_loss_coef != 0 and not args.use_kl_loss:
+        yield Problem(
+            "--kl-loss-coef",
+            f"--kl-loss-coef {args.kl_loss_coef:g} weighs a loss that is off: add --use-kl-loss, or leave it out.",
+        )
+
+
+def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Problem]:
+    """With one response per prompt, every group-normalised reward is zero."""
+    if args.custom_reward_post_process_path is not None or "n_samples_per_prompt" in context.broken:
+        return
+    if args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1 and args.rewards_normalization:
+        yield Problem(
+            "--n-samples-per-prompt",
+            "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least 2,"
+            " or add --disable-rewards-normalization.",
+        )
+
+
+def reward_is_given(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Something must judge the responses, unless a function of the user's own makes the samples."""
+    own_samples = (
+        args.custom_generate_function_path is not None
+        or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+        or args.debug_train_only
+    )
+    if own_samples or {"rm_type", "custom_rm_path"} & context.broken:
+        return
+    if args.rm_type is None and args.custom_rm_path is None:
+        yield Problem("--rm-type", "nothing judges the responses: give --rm-type or --custom-rm-path.")
+
+
+def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The dual clip bounds the ratio beyond the ordinary upper clip."""
+    if args.eps_clip_c is not None and args.eps_clip_high is not None and args.eps_clip_c <= 1 + args.eps_clip_high:
+        yield Problem(
+            "--eps-clip-c",
+            f"--eps-clip-c {args.eps_clip_c:g} is not above 1 + --eps-clip-high = {1 + args.eps_clip_high:g}:"
+            " raise it, or leave it out.",
+        )
+
+
+def precision_is_single(args: Arguments, context: Context) -> Iterator[Problem]:
+    """bf16 or fp16."""
+    if args.bf16 and args.fp16:
+        yield Problem("--bf16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")
+
+
+def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Learning rate and weight decay schedules that the scheduler can follow."""
+    if args.min_lr > args.lr:
+        yield Problem("--min-lr", f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it.")
+    if args.lr_warmup_init > args.lr:
+        yield Problem(
+            "--lr-warmup-init", f"--lr-warmup-init {args.lr_warmup_init:g} is above --lr {args.lr:g}: lower it."
+        )
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        yield Problem(
+            "--lr-warmup-fraction",
+            f"--lr-warmup-fraction {args.lr_warmup_fraction:g} and --lr-warmup-iters {args.lr_warmup_iters} both set"
+            " the warm-up: give one.",
+        )
+    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
+        yield Problem(
+            "--lr-warmup-iters",
+            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --lr-decay-iters {args.lr_decay_iters}: the decay"
+            " begins after the warm-up.",
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        yield Problem("--lr-wsd-decay-iters", "--lr-decay-style WSD needs --lr-wsd-decay-iters: give its steps.")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        yield Problem(
+            "--override-opt-param-scheduler",
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give one.",
+        )
+
+
+def weight_decay_schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A changing weight decay has a start and an end; a constant one has neither."""
+    ends = (args.start_weight_decay, args.end_weight_decay)
+    if args.weight_decay_incr_style == "constant":
+        if ends != (None, None):
+            yield Problem(
+                "--weight-decay-incr-style",
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine:"
+                " give it, or use --weight-decay alone.",
+            )
+    elif None in ends:
+        yield Problem(
+            "--weight-decay-incr-style",
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and"
+            " --end-weight-decay: give both.",
+        )
+
+
+def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Full recomputation says which layers; selective recomputation does not."""
+    method, layers = args.recompute_method, args.recompute_num_layers
+    if args.recompute_granularity == "full" and (method is None or layers is None):
+        yield Problem(
+            "--recompute-granularity",
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers, for example uniform"
+            " and 1.",
+        )
+    if args.recompute_granularity != "full" and (method is not None or layers is not None):
+        yield Problem(
+            "--recompute-method",
+            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: add it, or leave"
+            " them out.",
+        )
+    if layers is not None and args.num_layers is not None and layers > args.num_layers:
+        yield Problem(
+            "--recompute-num-layers",
+            f"--recompute-num-layers {layers} is more than --num-layers {args.num_layers}: lower it.",
+        )
+
+
+def overlap_has_its_optimizer(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Weights are gathered only where the distributed optimizer scatters them."""
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        yield Problem(
+            "--overlap-param-gather",
+            "--overlap-param-gather needs --use-distributed-optimizer: add it, or leave --overlap-param-gather out.",
+        )
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        yield Problem("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it.")

@@ -1,0 +1,132 @@
+"""Rules about torch_dist checkpoints: where weights are read, and that a wrong path is not taken for a fresh start.
+
+A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
+`release` or `iter_<7 digits>` that it names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+from slimrl.arguments.rules.paths import absent
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7})|release")
+
+
+def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--load, or for a fresh start --ref-load; a KL needs --ref-load in any case."""
+    if args.debug_rollout_only or "ref_load" in context.broken:
+        return
+    if args.ref_load is None and args.use_reference:
+        cause = f"--kl-coef {args.kl_coef:g}" if args.kl_coef != 0 else "--use-kl-loss"
+        yield Problem(
+            "--ref-load", f"{cause} compares with a reference model and --ref-load is missing: give its checkpoint."
+        )
+    elif args.ref_load is None and args.load is None:
+        yield Problem("--ref-load", "there are no weights to start from: give --ref-load (or --load to resume).")
+    elif args.ref_load is None and _is_fresh(Path(args.load)):
+        yield Problem(
+            "--load", f"--load {args.load} holds no checkpoint yet and --ref-load is missing: give the first weights."
+        )
+
+
+def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The reference is read at every start."""
+    if args.ref_load is not None and not args.debug_rollout_only:
+        folder = Path(args.ref_load)
+        if not folder.is_dir():
+            yield Problem(
+                "--ref-load",
+                f"--ref-load {folder} {absent(folder)}: make it with tools/convert_hf_to_torch_dist.py.",
+            )
+        else:
+            yield from _checkpoint_problems("--ref-load", folder, "--ref-ckpt-step", args.ref_ckpt_step)
+
+
+def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Absent or empty is a fresh start; anything else must be a checkpoint."""
+    if args.debug_rollout_only or args.load is None:
+        if args.ckpt_step is not None and args.load is None:
+            yield Problem("--ckpt-step", f"--ckpt-step {args.ckpt_step} chooses from --load: give it, or leave it out.")
+        return
+    folder = Path(args.load)
+    if folder.exists() and not folder.is_dir():
+        yield Problem("--load", f"--load {folder} is a file: give the checkpoint's folder.")
+    elif not _is_fresh(folder):
+        yield from _checkpoint_problems("--load", folder, "--ckpt-step", args.ckpt_step)
+    elif args.ckpt_step is not None:
+        yield Problem(
+            "--ckpt-step",
+            f"--ckpt-step {args.ckpt_step} is not in --load {folder}, which holds no checkpoint: drop it.",
+        )
+    elif not folder.exists() and not folder.absolute().parent.is_dir() and args.load != args.save:
+        yield Problem(
+            "--load",
+            f"--load {folder} {absent(folder)}, so it looks misspelt and not new: mend it, or make its parent folder"
+            " for a fresh start.",
+        )
+
+
+def saving_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--save-interval says when, --save says where."""
+    if args.save_interval is not None and args.save is None and "save" not in context.broken:
+        yield Problem("--save", f"--save-interval {args.save_interval} needs --save: give a folder.")
+
+
+def _is_fresh(folder: Path) -> bool:
+    """True where nothing was ever written: the folder is absent, or empty but for hidden and temporary files."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
+
+
+def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
+    tracker = folder / TRACKER
+    present = sorted(path.name for path in folder.iterdir() if _ITERATION.fullmatch(path.name))
+    if step is not None:
+        if f"iter_{step:07d}" not in present:
+            yield Problem(
+                step_flag, f"{step_flag} {step} is not in {flag} {folder}, which holds {_listed(present)}: choose one."
+            )
+    elif not tracker.is_file():
+        yield Problem(flag, f"{flag} {folder} {_what_it_is(folder, present)}.")
+    else:
+        named = tracker.read_text().strip()
+        wanted = named if named == "release" else f"iter_{int(named):07d}" if named.isdigit() else None
+        if wanted is None:
+            yield Problem(
+                flag, f"{flag} {folder}: {TRACKER} says {named!r}, neither release nor a number: mend that file."
+            )
+        elif wanted not in present:
+            yield Problem(
+                flag,
+                f"{flag} {folder}: {TRACKER} names {wanted}, which is not there (there is {_listed(present)}):"
+                " mend that file, or copy the checkpoint again.",
+            )
+
+
+def _what_it_is(folder: Path, present: list[str]) -> str:
+    if _ITERATION.fullmatch(folder.name) and (folder.parent / TRACKER).is_file():
+        return f"is one iteration of a checkpoint: give its parent folder {folder.parent}"
+    if (folder / "config.json").is_file():
+        return "is a Hugging Face model: convert it with tools/convert_hf_to_torch_dist.py"
+    if present:
+        return f"holds {_listed(present)} but no {TRACKER} that names one: give the step, or write that file"
+    below = sorted(path.parent.name for path in folder.glob(f"*/{TRACKER}"))
+    if below:
+        return f"holds no checkpoint itself, its folder {below[0]} does: give {folder / below[0]}"
+    found = sorted(path.name for path in folder.iterdir())
+    inside = f"{_listed(found)} and no checkpoint" if found else "nothing"
+    return f"holds {inside}: give the folder that has {TRACKER}"
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) > 4:
+        return ", ".join([*names[:3], f"... {names[-1]}"])
+    return ", ".join(names) or "none"

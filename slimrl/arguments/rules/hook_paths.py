@@ -1,0 +1,37 @@
+"""Every `--...-path` flag leads to a function that keeps its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimrl import hooks
+from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+
+
+def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Imports each hook once and checks how it can be called."""
+    rollout_function = None if args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION else args.rollout_function_path
+    doors: list[tuple[str, str | None, type]] = [
+        ("--rollout-function-path", rollout_function, hooks.RolloutFunction),
+        ("--custom-generate-function-path", args.custom_generate_function_path, hooks.CustomGenerate),
+        ("--dynamic-sampling-filter-path", args.dynamic_sampling_filter_path, hooks.DynamicSamplingFilter),
+        ("--custom-rm-path", args.custom_rm_path, hooks.CustomReward),
+        ("--custom-reward-post-process-path", args.custom_reward_post_process_path, hooks.RewardPostProcess),
+    ]
+    for dataset in args.eval_datasets if args.eval_config is not None else []:
+        where = f"--eval-config: set {dataset.name},"
+        if dataset.custom_rm_path != args.custom_rm_path:
+            doors.append((f"{where} custom_rm_path", dataset.custom_rm_path, hooks.CustomReward))
+        if dataset.custom_generate_function_path != args.custom_generate_function_path:
+            path = dataset.custom_generate_function_path
+            doors.append((f"{where} custom_generate_function_path", path, hooks.CustomGenerate))
+    for door, path, contract in doors:
+        if path is None:
+            continue
+        try:
+            hooks.resolve(path, contract)
+        except hooks.HookError as error:
+            yield Problem(door.split(":")[0], f"{door} {path}: {error}.")

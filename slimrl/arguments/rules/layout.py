@@ -1,0 +1,131 @@
+"""Rules about slots: how many each side gets and how the training slots are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+
+_ACTOR_FIELDS = {"actor_num_nodes", "actor_num_gpus_per_node"}
+
+
+def _training_slots(args: Arguments) -> str:
+    return (
+        f"--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}"
+        f" = {args.actor_num_gpus}"
+    )
+
+
+def world_divides_by_model_slots(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training slots = data parallel size x tensor parallel size."""
+    tp = args.tensor_model_parallel_size
+    if args.debug_rollout_only or context.broken & (_ACTOR_FIELDS | {"tensor_model_parallel_size"}):
+        return
+    if args.actor_num_gpus % tp:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"{_training_slots(args)} training slots do not divide by --tensor-model-parallel-size {tp}:"
+            " choose a divisor.",
+        )
+    elif tp > args.actor_num_gpus_per_node:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"--tensor-model-parallel-size {tp} is more than --actor-num-gpus-per-node"
+            f" {args.actor_num_gpus_per_node}: a layer is not shared between nodes.",
+        )
+
+
+def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Heads, key/value heads, both widths and the padded vocabulary are cut into equal parts."""
+    tp = args.tensor_model_parallel_size
+    if "tensor_model_parallel_size" in context.broken:
+        return
+    values = vars(args)
+    names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size", "padded_vocab_size")
+    for name in names:
+        value = values[name]
+        if value is not None and value % tp and name not in context.broken:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                flag,
+                f"{flag} {value} does not divide by --tensor-model-parallel-size {tp}:"
+                " choose a tensor parallel size that divides it.",
+            )
+
+
+def slots_fit_the_node(args: Arguments, context: Context) -> Iterator[Problem]:
+    """No side asks for more slots on a node than the node has."""
+    if {"num_gpus_per_node", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"} & context.broken:
+        return
+    for flag, value in (
+        ("--actor-num-gpus-per-node", args.actor_num_gpus_per_node),
+        ("--rollout-num-gpus-per-engine", args.rollout_num_gpus_per_engine),
+    ):
+        if value > args.num_gpus_per_node:
+            yield Problem(
+                flag,
+                f"{flag} {value} is more than the --num-gpus-per-node {args.num_gpus_per_node} of a node:"
+                " lower it, or say how many slots a node has.",
+            )
+
+
+def rollout_has_slots(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Split placement names its slots; colocated placement has the training slots."""
+    if context.broken & (_ACTOR_FIELDS | {"rollout_num_gpus"}) or args.debug_train_only:
+        return
+    if args.rollout_num_gpus is None:
+        yield Problem(
+            "--rollout-num-gpus",
+            "the engines have no slots: give --rollout-num-gpus (slots of their own) or --colocate (shared slots).",
+        )
+    elif args.colocate and args.rollout_num_gpus != args.actor_num_gpus and not args.debug_rollout_only:
+        yield Problem(
+            "--rollout-num-gpus",
+            f"--rollout-num-gpus {args.rollout_num_gpus} differs from the {_training_slots(args)} training slots that"
+            " --colocate shares: leave it out, or leave --colocate out.",
+        )
+
+
+def engines_fill_their_slots(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Rollout slots = engines x slots per engine."""
+    slots, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if slots is None or args.debug_train_only or "rollout_num_gpus_per_engine" in context.broken:
+        return
+    if slots % per_engine:
+        cause = " (the training slots, by --colocate)" if "rollout_num_gpus" not in context.given else ""
+        yield Problem(
+            "--rollout-num-gpus-per-engine",
+            f"--rollout-num-gpus {slots}{cause} does not divide by --rollout-num-gpus-per-engine {per_engine}:"
+            " choose a divisor.",
+        )
+
+
+def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
+    """One step ahead needs slots for both sides at once."""
+    if context.entry == "train_async.py" and args.colocate:
+        yield Problem(
+            "--colocate",
+            "--colocate lets training and generation take turns, and train_async.py runs them at once:"
+            " give --rollout-num-gpus instead, or start train.py.",
+        )
+    if context.entry == "train.py" and args.update_weights_interval != 1:
+        yield Problem(
+            "--update-weights-interval",
+            f"--update-weights-interval {args.update_weights_interval} belongs to train_async.py; train.py pushes"
+            " after every rollout: leave it out.",
+        )
+
+
+def only_one_side_is_left_out(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Debugging one side alone."""
+    if args.debug_train_only and args.debug_rollout_only:
+        why = " (implied by --load-debug-rollout-data)" if args.load_debug_rollout_data is not None else ""
+        yield Problem(
+            "--debug-train-only", f"--debug-train-only{why} and --debug-rollout-only leave nothing to run: give one."
+        )
+    if args.debug_train_only and args.load_debug_rollout_data is None:
+        yield Problem(
+            "--debug-train-only", "--debug-train-only needs rollouts to train on: give --load-debug-rollout-data."
+        )

@@ -1,0 +1,71 @@
+"""Rules about the model's own flags, and their agreement with config.json of --hf-checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimrl.arguments.hf_config import disagreements
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+
+
+def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Heads share the width, groups share the heads, padding only adds."""
+    hidden, heads, groups = args.hidden_size, args.num_attention_heads, args.num_query_groups
+    if hidden and heads and "kv_channels" not in context.given and hidden % heads:
+        yield Problem(
+            "--hidden-size",
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: give --kv-channels, the width"
+            " of a head.",
+        )
+    if "num_query_groups" in context.given and not args.group_query_attention and groups != heads:
+        yield Problem(
+            "--num-query-groups",
+            f"--num-query-groups {groups} is used with --group-query-attention only: add it, or leave"
+            " --num-query-groups out.",
+        )
+    if args.group_query_attention and groups is None and "num_query_groups" not in context.broken:
+        yield Problem("--num-query-groups", "--group-query-attention needs --num-query-groups: give its number.")
+    if heads and groups and heads % groups:
+        yield Problem(
+            "--num-query-groups",
+            f"--num-attention-heads {heads} does not divide by --num-query-groups {groups}: choose a divisor.",
+        )
+    if args.kv_channels is not None and args.kv_channels % 2:
+        yield Problem("--kv-channels", f"--kv-channels {args.kv_channels} is odd and rotary channels come in pairs.")
+    if args.vocab_size and args.padded_vocab_size and args.padded_vocab_size < args.vocab_size:
+        yield Problem(
+            "--padded-vocab-size",
+            f"--padded-vocab-size {args.padded_vocab_size} is below --vocab-size {args.vocab_size}: raise it.",
+        )
+
+
+def kernels_are_installed(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--transformer-impl transformer_engine needs that package."""
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        yield Problem(
+            "--transformer-impl",
+            "--transformer-impl transformer_engine needs a package that is not installed: install transformer_engine,"
+            " or leave the flag out.",
+        )
+
+
+def model_agrees_with_hf_config(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Every model flag against config.json; both values are named."""
+    if args.hf_checkpoint is None or args.debug_rollout_only:
+        return
+    path = Path(args.hf_checkpoint) / "config.json"
+    if not path.is_file():
+        return  # another rule's problem
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        yield Problem("--hf-checkpoint", f"--hf-checkpoint: {path} is not JSON ({error}): copy the model again.")
+        return
+    for problem in disagreements(args, config):
+        if problem.flag.removeprefix("--").replace("-", "_") not in context.broken:
+            yield problem

@@ -1,0 +1,162 @@
+"""The doors for user code: the written contract of every `--...-path` flag, and how a path becomes a function.
+
+Promises that a path is resolved and its signature checked without calling it. Called while the command line is
+checked, so that a bad hook costs a sentence, and again where the hook is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from slimrl.arguments import Arguments
+    from slimrl.data.sample import Sample
+    from slimrl.rollout.data_source import RolloutDataSource
+
+
+class HookError(ValueError):
+    """A hook path that leads nowhere, or to something that does not keep its contract."""
+
+
+class CustomReward(Protocol):
+    """`--custom-rm-path`: judges one response."""
+
+    async def __call__(self, args: Arguments, sample: Sample) -> float | dict[str, Any]:
+        """The reward; where it is a dict, `--reward-key` names the entry to train on."""
+        ...
+
+
+class CustomGenerate(Protocol):
+    """`--custom-generate-function-path`: generates one sample.
+
+    A function that also takes a keyword argument `evaluation` is told whether the sample is for evaluation.
+    """
+
+    async def __call__(self, args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
+        """The sample with its tokens, response, log-probabilities and status filled in."""
+        ...
+
+
+class RolloutFunction(Protocol):
+    """`--rollout-function-path`: makes a whole rollout, or a whole evaluation."""
+
+    def __call__(self, args: Arguments, rollout_id: int, data_source: RolloutDataSource, *, evaluation: bool) -> Any:
+        """The groups of a rollout with its metrics, or with `evaluation` the results by data set."""
+        ...
+
+
+class DynamicSamplingFilter(Protocol):
+    """`--dynamic-sampling-filter-path`: keeps or drops one finished group."""
+
+    def __call__(self, args: Arguments, samples: list[Sample]) -> Any:
+        """True (or an object with `keep` True and a `reason`) to keep the group."""
+        ...
+
+
+class RewardPostProcess(Protocol):
+    """`--custom-reward-post-process-path`: turns the rewards of a rollout into what is trained on."""
+
+    def __call__(self, args: Arguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
+        """Raw rewards and training rewards, one of each per sample, in the samples' order."""
+        ...
+
+
+def resolve(path: str, contract: type) -> Callable[..., Any]:
+    """The function at the dotted import path `path`, checked against `contract` (a Protocol of this file).
+
+    Paths that start with `slime.` are looked up under `slimrl.`, where the same hooks live; the current folder is
+    importable. Raises HookError saying what is wrong and what is expected.
+    """
+    path = own_path(path)
+    module_path, _, name = path.rpartition(".")
+    if not module_path or not all(part.isidentifier() for part in path.split(".")):
+        raise HookError(f"{path!r} is not a dotted import path: write package.module.function")
+    function = _attribute(_import_module(module_path), name)
+    if not callable(function):
+        raise HookError(f"{path} is not a function but a {type(function).__name__}: {expectation(contract)}")
+    _check_call(path, function, contract)
+    return function
+
+
+def own_path(path: str) -> str:
+    """The path under which slimrl has what slime has at `path`."""
+    return "slimrl." + path.removeprefix("slime.") if path.startswith("slime.") else path
+
+
+def expectation(contract: type) -> str:
+    """The contract's call in words, for messages and docs: "expected is async f(args, sample)"."""
+    is_async, call = _call(contract)
+    names = [f"{name}=..." if parameter.kind is parameter.KEYWORD_ONLY else name for name, parameter in call.items()]
+    return f"expected is {'async ' if is_async else ''}f({', '.join(names)})"
+
+
+def accepts_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether `function` may be called with this keyword argument."""
+    parameters = inspect.signature(function).parameters
+    if keyword in parameters:
+        return parameters[keyword].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _call(contract: type) -> tuple[bool, dict[str, inspect.Parameter]]:
+    method = contract.__call__
+    parameters = dict(inspect.signature(method).parameters)
+    del parameters["self"]
+    return inspect.iscoroutinefunction(method), parameters
+
+
+def _import_module(module_path: str) -> types.ModuleType:
+    # `python train.py` puts the script's folder on the path, not the folder the user stands in
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_path == error.name or module_path.startswith(error.name + ".")):
+            raise HookError(
+                f"there is no module {error.name}: check the spelling, or start from the folder that holds it"
+            ) from error
+        raise HookError(f"module {module_path} itself cannot be imported ({error}): install what it needs") from error
+    except Exception as error:  # user code: importing it may raise anything
+        raise HookError(
+            f"module {module_path} itself cannot be imported ({type(error).__name__}: {error}): mend the module"
+        ) from error
+
+
+def _attribute(module: types.ModuleType, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        functions = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+    nearest = difflib.get_close_matches(name, functions, n=1)
+    mend = f"did you mean {nearest[0]}?" if nearest else "check the spelling"
+    raise HookError(f"module {module.__name__} has no {name}: {mend}")
+
+
+def _check_call(path: str, function: Callable[..., Any], contract: type) -> None:
+    is_async, call = _call(contract)
+    positional = [name for name, parameter in call.items() if parameter.kind is not parameter.KEYWORD_ONLY]
+    keywords = dict.fromkeys(set(call) - set(positional))
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # some functions written in C have none
+        raise HookError(f"{path} does not say what it can be called with: {expectation(contract)}") from error
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise HookError(f"{path}{signature} cannot be called as needed ({error}): {expectation(contract)}") from error
+    if _is_async(function) != is_async:
+        found = "async" if _is_async(function) else "not async"
+        raise HookError(f"{path} is {found}: {expectation(contract)}")
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
