@@ -102,16 +102,17 @@ class RolloutBatch:
         return cls(**columns, **json.loads(metadata["schedule"]))
 
 
-def batch_from_samples(samples: list[Sample], rewards: Tensor, *, reward_key: str | None) -> RolloutBatch:
+def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tensor) -> RolloutBatch:
     """Lay generated samples out as columns, in their order and without a schedule.
 
-    `rewards` [n] are the normalised rewards; the raw ones are read from the samples with `reward_key`.
+    `raw_rewards` [n] are as judged, `rewards` [n] what is trained on (normalised within groups).
     A sample without a loss mask trains on its whole response; one with `remove_sample` on nothing.
 
     Raises ValueError, naming the sample, where it is incomplete or its lengths disagree.
     """
-    if rewards.shape != (len(samples),):
-        raise ValueError(f"{len(samples)} samples came with rewards of shape {list(rewards.shape)}: one each is needed")
+    for name, column in (("raw_rewards", raw_rewards), ("rewards", rewards)):
+        if column.shape != (len(samples),):
+            raise ValueError(f"{len(samples)} samples came with {name} of shape {list(column.shape)}: give one each")
     for position, sample in enumerate(samples):
         _check(sample, position)
     return RolloutBatch(
@@ -120,7 +121,7 @@ def batch_from_samples(samples: list[Sample], rewards: Tensor, *, reward_key: st
         response_lengths=torch.tensor([sample.response_length for sample in samples], dtype=torch.int64),
         loss_mask=_column("f", (_loss_mask(sample) for sample in samples)),
         rollout_log_probs=_column("f", (sample.rollout_log_probs or [] for sample in samples)),
-        raw_rewards=torch.tensor([sample.reward_value(reward_key) for sample in samples], dtype=torch.float32),
+        raw_rewards=raw_rewards.to(torch.float32),
         rewards=rewards.to(torch.float32),
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
         sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),

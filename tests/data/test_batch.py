@@ -15,7 +15,6 @@ def make_sample(index: int, prompt: list[int], response: list[int], **fields) ->
         "tokens": prompt + response,
         "response_length": len(response),
         "rollout_log_probs": [-0.5 * token for token in response],
-        "reward": float(index),
         "status": SampleStatus.COMPLETED,
     }
     return Sample(**{**defaults, **fields})
@@ -30,7 +29,7 @@ def three_samples() -> list[Sample]:
 
 
 def three_rows() -> RolloutBatch:
-    return batch_from_samples(three_samples(), torch.tensor([0.1, 0.2, 0.3]), reward_key=None)
+    return batch_from_samples(three_samples(), torch.tensor([10.0, 11.0, 12.0]), torch.tensor([0.1, 0.2, 0.3]))
 
 
 def test_samples_lie_end_to_end_in_their_order():
@@ -62,18 +61,12 @@ def test_the_mask_is_ones_where_the_sample_has_none_and_zeros_where_it_is_remove
     assert three_rows().loss_mask.tolist() == [1, 1, 0, 1, 0, 0]
 
 
-def test_a_reward_key_picks_the_raw_reward():
-    samples = [make_sample(0, [1], [2], reward={"accuracy": 1.0, "format": 0.5})]
-    batch = batch_from_samples(samples, torch.zeros(1), reward_key="format")
-    assert batch.raw_rewards.tolist() == [0.5]
-
-
 def test_an_empty_response_is_allowed_and_adds_no_response_values():
     samples = [make_sample(0, [1, 2], [], rollout_log_probs=None), make_sample(1, [3], [4])]
-    batch = batch_from_samples(samples, torch.zeros(2), reward_key=None)
+    batch = batch_from_samples(samples, torch.zeros(2), torch.zeros(2))
     assert batch.tokens.tolist() == [1, 2, 3, 4]
     assert batch.response_offsets.tolist() == [0, 0, 1]
-    only_empty = batch_from_samples(samples[:1], torch.zeros(1), reward_key=None)
+    only_empty = batch_from_samples(samples[:1], torch.zeros(1), torch.zeros(1))
     assert only_empty.loss_mask.shape == (0,)
 
 
@@ -123,20 +116,21 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         ({"response_length": 3}, "sample 7 .* has 2 tokens and response_length 3"),
         ({"response_length": 2}, "at least one token"),
         ({"group_index": None}, "has no index or no group_index"),
-        ({"reward": None}, "sample 7 has no reward"),
     ],
 )
 def test_an_incomplete_sample_is_refused_by_name(fields, message):
     samples = [make_sample(6, [1], [2]), make_sample(7, [1], [2], **fields)]
     with pytest.raises(ValueError, match=message):
-        batch_from_samples(samples, torch.zeros(2), reward_key=None)
+        batch_from_samples(samples, torch.zeros(2), torch.zeros(2))
 
 
 def test_a_sample_without_an_index_is_named_by_its_place():
     with pytest.raises(ValueError, match="sample None .number 0 of the rollout. has no index or no group_index"):
-        batch_from_samples([Sample(prompt="p", group_index=0)], torch.zeros(1), reward_key=None)
+        batch_from_samples([Sample(prompt="p", group_index=0)], torch.zeros(1), torch.zeros(1))
 
 
 def test_rewards_must_match_the_samples():
     with pytest.raises(ValueError, match=r"3 samples came with rewards of shape \[2\]"):
-        batch_from_samples(three_samples(), torch.zeros(2), reward_key=None)
+        batch_from_samples(three_samples(), torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"3 samples came with raw_rewards of shape \[3, 1\]"):
+        batch_from_samples(three_samples(), torch.zeros(3, 1), torch.zeros(3))

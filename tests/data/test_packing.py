@@ -21,11 +21,10 @@ def make_batch(lengths: list[int], masks: list[list[int]] | None = None) -> Roll
             response_length=length - 1,
             loss_mask=masks[row] if masks else None,
             rollout_log_probs=[-1.0] * (length - 1),
-            reward=0.0,
         )
         for row, length in enumerate(lengths)
     ]
-    return batch_from_samples(samples, torch.zeros(len(samples)), reward_key=None)
+    return batch_from_samples(samples, torch.zeros(len(samples)), torch.zeros(len(samples)))
 
 
 def schedule(lengths: list[int], **options) -> list[RolloutBatch]:
