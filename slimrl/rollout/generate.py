@@ -12,27 +12,22 @@ import dataclasses
 from typing import Any
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.data.sample import Sample
-from slimrl.hooks import DynamicSamplingFilter, resolve
+from slimrl.hooks import DynamicSamplingFilter, RolloutFunction, own_path, resolve
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import EngineClient
 from slimrl.rollout.evaluate import EvalResult, Evaluator
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
 from slimrl.rollout.metrics import dynamic_filter_metrics
+from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.sglang_rollout import call_rollout_function, eval_results, rollout_output
 from slimrl.rollout.tasks import cancel_and_wait, gather_or_cancel
 
 _HOPELESS_BATCHES = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutOutput:
-    """A rollout: `--rollout-batch-size` groups sorted by index, and metrics that the samples alone do not tell."""
-
-    groups: list[list[Sample]]
-    metrics: dict[str, float]
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,6 +52,8 @@ class RolloutGenerator:
         self._evaluator = Evaluator(args, tokenizer, self._maker)
         path = args.dynamic_sampling_filter_path
         self._filter = None if path is None else resolve(path, DynamicSamplingFilter)
+        path = own_path(args.rollout_function_path)
+        self._function = None if path == DEFAULT_ROLLOUT_FUNCTION else resolve(path, RolloutFunction)
         self._expected = 0
 
     def progress(self) -> tuple[int, int]:
@@ -64,6 +61,24 @@ class RolloutGenerator:
         return self._maker.finished, self._expected
 
     async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
+        """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""
+        if self._function is None:
+            return await self.builtin_rollout(rollout_id, data_source)
+        returned = await call_rollout_function(
+            self._function, self._args, rollout_id, data_source, evaluation=False, generator=self
+        )
+        return rollout_output(returned, self._args.rollout_function_path)
+
+    async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
+        """Every evaluation set by name, by `--rollout-function-path` likewise."""
+        if self._function is None:
+            return await self.builtin_evaluation(rollout_id)
+        returned = await call_rollout_function(
+            self._function, self._args, rollout_id, None, evaluation=True, generator=self
+        )
+        return eval_results(returned, self._args.rollout_function_path)
+
+    async def builtin_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """A full batch of groups, each generated, judged and accepted.
 
         With a dynamic sampling filter, `--over-sampling-batch-size` prompts are sent out at a time. What is left when
@@ -92,8 +107,8 @@ class RolloutGenerator:
         data_source.add_samples(_in_order(collector.surplus))
         return RolloutOutput(_in_order(collector.accepted), collector.metrics())
 
-    async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
-        """Every evaluation set, by name."""
+    async def builtin_evaluation(self, rollout_id: int) -> dict[str, EvalResult]:
+        """Every evaluation set by name, sampled and judged. Raises SampleError."""
         self._maker.finished, self._expected = 0, self._evaluator.num_samples
         return await self._evaluator.evaluate()
 

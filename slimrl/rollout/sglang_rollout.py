@@ -1,0 +1,110 @@
+"""The built-in rollout function, and how a function of the user's takes its place (`--rollout-function-path`).
+
+A rollout function is an ordinary one: it runs in a thread of its own while the event loop goes on. One that
+takes the keyword argument `generator` may hand it to `generate_rollout` here to build on the built-in rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from slimrl.arguments import Arguments
+from slimrl.data.sample import Sample
+from slimrl.hooks import accepts_keyword
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.output import RolloutOutput
+
+
+class Generator(Protocol):
+    """The built-in rollout and evaluation, as coroutines."""
+
+    async def builtin_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput: ...
+
+    async def builtin_evaluation(self, rollout_id: int) -> dict[str, EvalResult]: ...
+
+
+class BlockingGenerator:
+    """The built-in rollout for code that runs in another thread than the event loop."""
+
+    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
+        self._generator = generator
+        self._loop = loop
+
+    def rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
+        """Generates one rollout and waits for it."""
+        return self._wait(self._generator.builtin_rollout(rollout_id, data_source))
+
+    def evaluation(self, rollout_id: int) -> dict[str, EvalResult]:
+        """Evaluates every data set and waits for it."""
+        return self._wait(self._generator.builtin_evaluation(rollout_id))
+
+    def _wait(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def generate_rollout(
+    args: Arguments,
+    rollout_id: int,
+    data_source: RolloutDataSource,
+    *,
+    evaluation: bool = False,
+    generator: BlockingGenerator | None = None,
+) -> RolloutOutput | dict[str, EvalResult]:
+    """The built-in rollout or evaluation; `generator` is what the calling rollout function was given."""
+    if generator is None:
+        raise ValueError(
+            "generate_rollout was called without generator: take the keyword argument `generator` in your rollout"
+            " function and pass it on"
+        )
+    return generator.evaluation(rollout_id) if evaluation else generator.rollout(rollout_id, data_source)
+
+
+async def call_rollout_function(
+    function: Callable[..., Any],
+    args: Arguments,
+    rollout_id: int,
+    data_source: RolloutDataSource | None,
+    *,
+    evaluation: bool,
+    generator: Generator,
+) -> Any:
+    """Calls a rollout function in a thread, with `generator` where it takes that, and returns what it returns."""
+    told: dict[str, Any] = {"evaluation": evaluation}
+    if accepts_keyword(function, "generator"):
+        told["generator"] = BlockingGenerator(generator, asyncio.get_running_loop())
+    return await asyncio.to_thread(function, args, rollout_id, data_source, **told)
+
+
+def rollout_output(returned: Any, path: str) -> RolloutOutput:
+    """A training rollout from what a function returned: an object with groups (or `samples`) and metrics, or a list."""
+    if isinstance(returned, RolloutOutput):
+        return returned
+    groups = returned if isinstance(returned, list) else getattr(returned, "samples", None)
+    metrics = getattr(returned, "metrics", None) or {}
+    if not isinstance(groups, list) or not groups or not all(_is_group(group) for group in groups):
+        raise TypeError(
+            f"--rollout-function-path {path} returned {type(returned).__name__}: return RolloutOutput(groups, metrics)"
+            " or a list of groups, each a list of Sample"
+        )
+    return RolloutOutput(groups, dict(metrics))
+
+
+def eval_results(returned: Any, path: str) -> dict[str, EvalResult]:
+    """Evaluation results from what a function returned: by name an EvalResult, or a dict of rewards and samples."""
+    data = returned if isinstance(returned, dict) else getattr(returned, "data", None)
+    if not isinstance(data, dict):
+        raise TypeError(
+            f"--rollout-function-path {path} returned {type(returned).__name__} with evaluation=True: return"
+            " {name: EvalResult} or {name: {'rewards': [...], 'samples': [...]}}"
+        )
+    return {
+        name: result if isinstance(result, EvalResult) else EvalResult(name, result["rewards"], result["samples"], 1)
+        for name, result in data.items()
+    }
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, list) and bool(group) and all(isinstance(sample, Sample) for sample in group)

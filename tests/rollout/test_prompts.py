@@ -1,0 +1,135 @@
+"""Rows become prompts exactly as the tokenizer itself would have it, or are named as bad."""
+
+import logging
+
+import pytest
+
+from slimrl.rollout.prompts import PromptFormat, load_prompts
+
+FORMAT = {
+    "input_key": "prompt",
+    "label_key": "label",
+    "metadata_key": "metadata",
+    "tool_key": "tools",
+    "apply_chat_template": True,
+    "chat_template_kwargs": {},
+    "max_prompt_len": None,
+    "keep_messages": False,
+}
+CONVERSATION = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1= é"}]
+
+
+def prompt_format(**overrides):
+    return PromptFormat(**{**FORMAT, **overrides})
+
+
+def test_messages_become_the_tokens_of_the_tokenizers_own_chat_template(write_rows, tokenizer):
+    path = write_rows([{"prompt": CONVERSATION, "label": "2"}])
+    (prompt,) = load_prompts(path, prompt_format(), tokenizer).prompts
+    expected = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
+    assert prompt.token_ids.tolist() == expected
+    assert prompt.content == tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=False)
+
+
+def test_tools_and_template_keywords_reach_the_template(write_rows, tokenizer):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path = write_rows(
+        [{"prompt": CONVERSATION, "label": 2, "tools": tools}, {"prompt": "a", "label": 2, "tools": "[]"}]
+    )
+    prompts = load_prompts(path, prompt_format(chat_template_kwargs={"quiet": True}), tokenizer).prompts
+    expected = tokenizer.apply_chat_template(
+        CONVERSATION, tools=tools, add_generation_prompt=True, return_dict=False, quiet=True
+    )
+    assert prompts[0].token_ids.tolist() == expected
+    assert "[1 tools]" in prompts[0].content and "tools]" not in prompts[1].content
+    assert prompts[1].content.endswith("<think></think>")
+
+
+def test_a_plain_string_under_a_chat_template_is_one_user_message(write_rows, tokenizer):
+    path = write_rows([{"prompt": "1+1=", "label": "2"}])
+    (prompt,) = load_prompts(path, prompt_format(), tokenizer).prompts
+    assert prompt.content == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_a_chat_template_the_text_is_tokenised_as_it_stands(write_rows, tokenizer):
+    path = write_rows([{"prompt": "1+1=", "label": "2"}])
+    (prompt,) = load_prompts(path, prompt_format(apply_chat_template=False), tokenizer).prompts
+    assert prompt.content == "1+1="
+    assert prompt.token_ids.tolist() == tokenizer("1+1=", add_special_tokens=False)["input_ids"]
+
+
+def test_prompts_above_the_limit_are_left_out_and_counted(write_rows, tokenizer, caplog):
+    path = write_rows([{"prompt": "x" * n, "label": n} for n in (3, 5, 4, 9, 5)])
+    with caplog.at_level(logging.WARNING):
+        kept = load_prompts(path, prompt_format(apply_chat_template=False, max_prompt_len=4), tokenizer)
+    assert [prompt.label for prompt in kept.prompts] == [3, 4]
+    assert kept.too_long == 3
+    assert "left out 3 of 5 prompts, longer than 4 tokens" in caplog.text
+
+
+def test_a_limit_that_leaves_nothing_is_refused(write_rows, tokenizer):
+    path = write_rows([{"prompt": "xxxxx", "label": 1}])
+    with pytest.raises(ValueError, match="all 1 prompts are longer than the limit of 2 tokens"):
+        load_prompts(path, prompt_format(max_prompt_len=2), tokenizer)
+
+
+def test_every_bad_row_is_named(write_rows, tokenizer):
+    rows = [
+        {"prompt": "good", "label": 1},
+        {"text": "a", "label": 1},
+        {"prompt": "no label"},
+        {"prompt": [{"content": "no role"}], "label": 1},
+        {"prompt": "", "label": 1},
+        {"prompt": "a", "label": 1, "metadata": "not json"},
+        {"prompt": "a", "label": 1, "metadata": [1]},
+        {"prompt": "a", "label": 1, "tools": {"a": 1}},
+    ]
+    with pytest.raises(ValueError) as caught:
+        load_prompts(write_rows(rows), prompt_format(), tokenizer)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("7 bad rows in ")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [f"row {n} (the first is 0)" for n in range(1, 8)]
+    assert "no column 'prompt' (--input-key); it has ['label', 'text']" in lines[1]
+    assert "no column 'label' (--label-key)" in lines[2]
+    assert "'metadata' is text that is not JSON" in lines[5]
+
+
+def test_a_chat_template_that_refuses_a_row_is_quoted(write_rows, tokenizer):
+    path = write_rows([{"prompt": [{"role": "user"}, {"role": "user", "content": {"a": 1}}], "label": 1}])
+    refusing = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    refusing.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="row 0 .*the chat template refuses it: .*roles must alternate"):
+        load_prompts(path, prompt_format(), refusing)
+
+
+def test_messages_without_a_template_are_kept_only_for_a_custom_generate_function(write_rows, tokenizer):
+    path = write_rows([{"prompt": CONVERSATION, "label": 1}])
+    with pytest.raises(ValueError, match="messages need --apply-chat-template"):
+        load_prompts(path, prompt_format(apply_chat_template=False), tokenizer)
+    (prompt,) = load_prompts(path, prompt_format(apply_chat_template=False, keep_messages=True), tokenizer).prompts
+    assert prompt.content == CONVERSATION
+    assert prompt.token_ids.tolist() == []
+
+
+def test_samples_of_one_prompt_share_nothing_that_can_change(write_rows, tokenizer):
+    path = write_rows([{"prompt": "a", "label": {"deep": [1]}, "metadata": '{"deep": [1]}'}])
+    (prompt,) = load_prompts(path, prompt_format(), tokenizer).prompts
+    first, second = (prompt.sample(group_index=0, index=index) for index in range(2))
+    first.tokens.append(7)
+    first.label["deep"].append(2)
+    first.metadata["deep"].append(2)
+    assert second.tokens == prompt.token_ids.tolist()
+    assert second.label == {"deep": [1]} and second.metadata == {"deep": [1]}
+    assert prompt.sample(group_index=0, index=1) == second
+
+
+def test_the_fingerprint_sees_rows_order_and_labels(write_rows, tokenizer):
+    rows = [{"prompt": "ab", "label": 1}, {"prompt": "c", "label": 2}]
+    variants = [rows, rows[::-1], [{"prompt": "a", "label": 1}, {"prompt": "bc", "label": 2}], rows[:1]]
+    variants.append([{**rows[0], "label": "1"}, rows[1]])
+    prints = [
+        load_prompts(write_rows(variant), prompt_format(apply_chat_template=False), tokenizer).fingerprint
+        for variant in variants
+    ]
+    assert len(set(prints)) == len(variants)
+    assert load_prompts(write_rows(rows), prompt_format(apply_chat_template=False), tokenizer).fingerprint == prints[0]
