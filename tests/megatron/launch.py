@@ -1,8 +1,9 @@
-"""Runs a function on N fresh processes that form one torch.distributed world, with a time limit."""
+"""Runs functions on N processes that form one torch.distributed world, with a time limit."""
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import time
@@ -19,64 +20,101 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 150) -> list[Any]:
-    """`function(rank, world_size, init_method, *arguments)` on every rank; the results in rank order.
+class RankPool:
+    """N processes that stay alive between calls, so that imports are paid for once. Use as a context manager."""
 
-    The function must be importable (a module's own). Raises RuntimeError with the traceback of the first rank that
-    failed, TimeoutError where the ranks together take longer than `timeout_s`; no process outlives the call.
-    """
-    context = multiprocessing.get_context("spawn")
-    init_method = f"tcp://127.0.0.1:{free_port()}"
-    receivers, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_rank, args=(function, rank, world_size, init_method, arguments, sender), daemon=True
-        )
-        process.start()
-        sender.close()
-        receivers.append(receiver)
-        processes.append(process)
-    try:
-        return _collect(receivers, time.monotonic() + timeout_s)
-    finally:
-        for process in processes:
+    def __init__(self, world_size: int):
+        context = multiprocessing.get_context("spawn")
+        self.world_size = world_size
+        self._connections: list[Connection] = []
+        self._processes = []
+        # Set here, because OpenMP reads it while a child imports torch, before any of our code runs there.
+        threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = threads
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        """`function(rank, world_size, init_method, *arguments)` on every rank; the results in rank order.
+
+        The function must be importable (a module's own) and leave torch.distributed closed. Raises RuntimeError
+        with the traceback of the first rank that failed, TimeoutError after `timeout_s`; the pool is closed then.
+        """
+        init_method = f"tcp://127.0.0.1:{free_port()}"
+        for connection in self._connections:
+            connection.send((function, init_method, arguments))
+        try:
+            return self._collect(time.monotonic() + timeout_s)
+        except (RuntimeError, TimeoutError):
+            self.close()
+            raise
+
+    def _collect(self, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            waiting = {self._connections[rank]: rank for rank in range(self.world_size) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in time")
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    succeeded, value = connection.recv()
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} died without a result") from None
+                if not succeeded:
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        """SIGKILL every rank, as a power cut would."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def close(self) -> None:
+        """End every process; none outlives this."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
                 process.join()
 
 
-def _run_rank(
-    function: Callable[..., Any], rank: int, world_size: int, init_method: str, arguments: tuple, sender: Connection
-) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    try:
-        sender.send((True, function(rank, world_size, init_method, *arguments)))
-    except BaseException:
-        sender.send((False, traceback.format_exc()))
-        raise
-    finally:
-        sender.close()
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+    """`RankPool.run` in processes of its own."""
+    with RankPool(world_size) as pool:
+        return pool.run(function, *arguments, timeout_s=timeout_s)
 
 
-def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(receivers):
-        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, timeout=max(deadline - time.monotonic(), 0))
-        if not ready:
-            raise TimeoutError(f"ranks {[receivers.index(w) for w in waiting]} did not answer in time")
-        for receiver in ready:
-            rank = receivers.index(receiver)
-            try:
-                succeeded, value = receiver.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} died without a result") from None
-            if not succeeded:
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(receivers))]
+def _serve(rank: int, world_size: int, connection: Connection) -> None:
+    """Answer calls until the other end hangs up."""
+    while True:
+        try:
+            function, init_method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(rank, world_size, init_method, *arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)

@@ -1,0 +1,90 @@
+"""What tests run inside the ranks: conversion, training, export. Each leaves torch.distributed closed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+from slimrl.data.packing import schedule_batch
+
+
+@dataclasses.dataclass
+class StepResult:
+    """What training on one rollout left on rank 0."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, Tensor]  # by Hugging Face name, whole
+    gradients: dict[str, Tensor]  # of the last step, clipped, by Hugging Face name
+
+
+def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, target: Path) -> None:
+    """Hugging Face folder to torch_dist checkpoint."""
+    from slimrl.megatron import checkpoint, model, parallel
+    from slimrl.weights.families import family_for
+    from slimrl.weights.load import load_hf_checkpoint
+    from slimrl.weights.shape import ModelShape
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    built = model.build_model(args, state)
+    family = family_for({"model_type": "qwen3"})
+    shape = ModelShape.from_args(args)
+    load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
+    checkpoint.save_model_only(built, target)
+    parallel.shutdown()
+
+
+def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+    """The trainer's whole weights (or reduced gradients) by Hugging Face name; collective."""
+    from slimrl.weights.export import iter_hf_tensors
+    from slimrl.weights.families import family_for
+    from slimrl.weights.shape import ModelShape
+
+    parameters = list(trainer.model.parameters())
+    own = [parameter.data for parameter in parameters]
+    if gradients:
+        for parameter in parameters:
+            parameter.data = parameter.main_grad.clone()
+    shape, family = ModelShape.from_args(trainer.args), family_for({"model_type": "qwen3"})
+    tensors = {
+        name: tensor.clone() for name, tensor in iter_hf_tensors(trainer.model, shape, family, trainer.parallel.tp_group)
+    }
+    for parameter, data in zip(parameters, own, strict=True):
+        parameter.data = data
+    return tensors
+
+
+def start(rank: int, world_size: int, init_method: str, args: Arguments) -> Any:
+    """A trainer."""
+    from slimrl.megatron.trainer import MegatronTrainer
+
+    return MegatronTrainer(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+
+
+def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
+    """The trainer's part of a rollout, with the schedule that its flags ask for."""
+    args, size = trainer.args, trainer.parallel.dp_size
+    return schedule_batch(
+        rollout,
+        data_parallel_size=size,
+        global_batch_size=len(rollout) // args.num_steps_per_rollout,
+        micro_batch_size=args.micro_batch_size,
+        max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+        balance=args.balance_data,
+    )[trainer.parallel.dp_rank]
+
+
+def train_once(
+    rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
+) -> StepResult | list[dict[str, float]]:
+    """Train on one rollout; rank 0 gives everything, the others their metrics."""
+    trainer = start(rank, world_size, init_method, args)
+    metrics = trainer.train(0, share_of(trainer, rollout))
+    result = StepResult(metrics, export(trainer), export(trainer, gradients=True))
+    trainer.close()
+    return result if rank == 0 else metrics

@@ -1,0 +1,98 @@
+"""A two-layer Qwen3 for tests: Hugging Face folders, matching flags, recorded rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+
+VOCAB_SIZE = 117  # padded to 128: eleven columns that must not count
+
+
+def save_qwen3(folder: Path, *, seed: int, tied: bool = True) -> Path:
+    """A randomly initialised model as a Hugging Face folder; weights large enough to make logits matter."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-6,
+        initializer_range=0.1,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # norms of exactly 1 would hide a norm that is not applied
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_args(**changes: Any) -> Arguments:
+    """Flags that describe the model of `save_qwen3`, with these fields changed."""
+    values: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=16,
+        vocab_size=VOCAB_SIZE,
+        padded_vocab_size=128,
+        normalization="RMSNorm",
+        norm_epsilon=1e-6,
+        qk_layernorm=True,
+        swiglu=True,
+        add_bias_linear=False,
+        rotary_base=10000,
+        max_position_embeddings=512,
+        expert_tensor_parallel_size=1,
+        data_pad_size_multiplier=1,
+        num_rollout=2,
+        num_steps_per_rollout=2,
+        lr=2e-3,
+        lr_decay_style="constant",
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        clip_grad=0.5,
+    )
+    return Arguments(**(values | changes))
+
+
+def recorded_rollout(seed: int, samples: int = 8) -> RolloutBatch:
+    """Random samples of uneven length, without a schedule: masked tokens, one sample wholly masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> torch.Tensor:
+        return torch.randint(low, high, (count,), generator=generator)
+
+    prompts, responses = integers(1, 9, samples), integers(1, 21, samples)
+    total = int((prompts + responses).sum())
+    mask = (torch.rand(int(responses.sum()), generator=generator) > 0.2).float()
+    mask[: int(responses[0])] = 0.0
+    rewards = torch.randn(samples, generator=generator)
+    return RolloutBatch(
+        tokens=integers(0, VOCAB_SIZE, total),
+        total_lengths=prompts + responses,
+        response_lengths=responses,
+        loss_mask=mask,
+        rollout_log_probs=-3 - torch.rand(mask.numel(), generator=generator),
+        raw_rewards=rewards,
+        rewards=rewards,
+        group_ids=torch.arange(samples) // 4,
+        sample_ids=torch.arange(samples),
+        truncated=torch.zeros(samples, dtype=torch.bool),
+    )
