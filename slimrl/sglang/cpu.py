@@ -1,0 +1,191 @@
+"""Runs the real SGLang server on a machine without CUDA: `python -m slimrl.sglang.cpu <flags of sglang.launch_server>`.
+
+SGLang supports the CPU, but its modules import triton, torchvision and sgl_kernel, which exist only next to CUDA.
+`install` adds one finder, last in `sys.meta_path`, that answers for exactly those packages where the real one is
+absent; `mend` replaces the few functions that insist on CUDA. Both act only where torch sees no GPU, only in the
+process of the server, and never on torch itself: patching torch's factory functions silently breaks transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
+MASK_32 = 0xFFFFFFFF
+
+
+class _AbsentName(type):
+    """Metaclass of placeholder classes: an attribute is its own name, as for members of an enumeration."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _AbsentModule(types.ModuleType):
+    """A module in which every name exists; usable as a decorator, an error when anything else is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+        if full_name in sys.modules:
+            return sys.modules[full_name]
+        if name[0].isupper():
+            value: Any = _AbsentName(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        else:
+            value = _AbsentModule(full_name)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):  # @triton.jit
+            return args[0]
+        if self.__name__.startswith("triton"):  # @triton.autotune(...)
+            return lambda function: function
+        raise NotImplementedError(f"{self.__name__} is not available: this machine has no CUDA and no such package")
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+
+class AbsentPackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers for `ABSENT_PACKAGES`. Being the last finder, it is asked only where the real package is not found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in ABSENT_PACKAGES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Gives the few names a real value that are used while modules are imported."""
+        if module.__name__ == "torchvision":
+            module.__version__ = "0.0"
+        elif module.__name__ == "triton":
+            module.__version__ = "3.0.0"
+            module.cdiv = lambda a, b: -(-a // b)
+            module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+        elif module.__name__ == "triton.language":
+            init = {"__init__": lambda self, value=None: setattr(self, "value", value)}
+            module.constexpr = type("constexpr", (), init)
+
+
+def install() -> bool:
+    """Prepares this process for importing sglang; True where it acted, i.e. where there is no CUDA.
+
+    Must run before transformers is imported, which remembers whether torchvision is there.
+    """
+    import torch
+    from torch.utils._triton import has_triton_package
+
+    if torch.cuda.is_available():
+        return False
+    if not any(isinstance(finder, AbsentPackageFinder) for finder in sys.meta_path):
+        has_triton_package()  # torch remembers the true answer before the placeholder exists
+        sys.meta_path.append(AbsentPackageFinder())
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # sglang compiles its seeded sampler: 17 s at the first request, and it would need a C++ compiler
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # SGLang's debugging aid imports megatron.core wherever it is installed: 1 s for nothing
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+    return True
+
+
+def mend() -> None:
+    """Replaces what needs CUDA in sglang: seeded sampling's hash, batch-invariant kernels, the weight checker."""
+    import sgl_kernel  # noqa: F401 - registers the operator namespace where the real package is present
+    import torch
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.utils import weight_checker, weight_checker_comparator
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    # Triton kernels that replace torch's; on the CPU torch's own results do not depend on the batch
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+        mend.library = torch.library.Library("sgl_kernel", "FRAGMENT")  # the operator lives as long as its library
+        mend.library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+        mend.library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    weight_checker.torch = _without_cuda(torch)
+    weight_checker.WeightChecker._snapshot = _snapshot
+    weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
+
+
+def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
+    """MurmurHash3 (32 bit) of (seed, position, column), as sglang's kernel of the same name.
+
+    `seed` [rows] uint64 or int64, `positions` [rows], `columns` [columns]; returns [rows, columns] int64 in [0, 2^32).
+    """
+    import torch
+
+    seed = seed.view(torch.int64)[:, None]
+    positions, columns = positions.to(torch.int64)[:, None], columns[None]
+    result = torch.zeros_like(seed)
+    for word in (seed & MASK_32, seed >> 32 & MASK_32, positions, columns):
+        word = word * 0xCC9E2D51 & MASK_32
+        word = (word << 15 | word >> 17) & MASK_32
+        result = result ^ (word * 0x1B873593 & MASK_32)
+        result = (result << 13 | result >> 19) & MASK_32
+        result = result * 5 + 0xE6546B64 & MASK_32
+    result = result ^ 16  # length of the input in bytes
+    result = (result ^ result >> 16) * 0x85EBCA6B & MASK_32
+    result = (result ^ result >> 13) * 0xC2B2AE35 & MASK_32
+    return result ^ result >> 16
+
+
+def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
+    """torch, for one module's eyes, with a `cuda.synchronize` that has nothing to wait for."""
+    view = types.ModuleType("torch")
+    view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    view.cuda = types.SimpleNamespace(synchronize=lambda: None)
+    return view
+
+
+def _snapshot(self: Any) -> None:
+    """`WeightChecker._snapshot` with a copy: its `.cpu()` is none on the CPU, so that `compare` would always agree."""
+    self._snapshot_tensors = {name: tensor.detach().clone() for name, tensor in self._model_state()}
+
+
+def _iter_chunks(self: Any) -> Any:
+    """`RawComparable.iter_chunks` without moving the chunks to a GPU."""
+    for chunk in self.tensor.reshape(-1).split(64 * 1024 * 1024):
+        yield chunk, None
+
+
+def fork_children() -> None:
+    """Lets sglang's children be forked: without a CUDA context they can inherit the imports (half the start-up)."""
+    set_start_method: Callable[..., None] = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method=None, force=False: set_start_method("fork", force=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """What `sglang.launch_server` does, with the mends where they are needed."""
+    if install():
+        mend()
+        fork_children()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(list(sys.argv[1:] if argv is None else argv)))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

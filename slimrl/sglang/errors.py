@@ -1,0 +1,30 @@
+"""What can go wrong between slimrl and its engines."""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """Any failure of an engine or of a call to one."""
+
+
+class EngineStartError(EngineError):
+    """A server or the router died, or did not become ready in time, while it was started."""
+
+
+class EngineRequestError(EngineError):
+    """The engine refused a request (HTTP 4xx): sending it again would be refused again."""
+
+    def __init__(self, url: str, status: int, body: str) -> None:
+        super().__init__(f"{url} refused the request with HTTP {status}: {body}")
+        self.url, self.status, self.body = url, status, body
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        return type(self), (self.url, self.status, self.body)
+
+
+class EngineUnavailableError(EngineError):
+    """No engine answered: the connection failed or broke, or the answer was HTTP 5xx, after all retries."""
+
+
+class EngineTimeoutError(EngineUnavailableError):
+    """An engine did not answer in time."""

@@ -1,0 +1,172 @@
+"""The real sglang-router as a child process, and its list of servers.
+
+The router acts on additions and removals later than it answers, and it calls itself healthy without any server; the
+methods here return when the thing is done. Called by the fleet and by tests.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slimrl.sglang.errors import EngineRequestError, EngineStartError, EngineUnavailableError
+from slimrl.sglang.flags import RESERVED_ROUTER, render_options, router_flags
+from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
+from slimrl.sglang.process import POLL_INTERVAL_S, ManagedProcess
+
+CALL_TIMEOUT_S = 10.0
+REMOVE_TIMEOUT_S = 30.0
+DEFAULTS: dict[str, Any] = {
+    "log_level": "warn",
+    # by default a dead server stays in use for more than a minute
+    "health_check_interval_secs": 1,
+    "health_failure_threshold": 2,
+    "health_success_threshold": 1,
+    # by default up to 64 more requests than on the idlest server follow a shared prefix
+    "balance_abs_threshold": 10,
+    "balance_rel_threshold": 1.2,
+}
+
+
+class RouterProcess:
+    """One router. `options` holds what the user typed after `--router-`, by the router's own names.
+
+    `port` None: a free one is chosen when the process starts. `request_timeout_s` bounds one generation.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_path: Path,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.host = host
+        self.log_path = Path(log_path)
+        self._wanted_port = port
+        self._options = dict(options or {})
+        self._claims: list[PortClaim] = []
+        self._process: ManagedProcess | None = None
+
+    @property
+    def port(self) -> int:
+        """The HTTP port. Raises RuntimeError before `start` where none was given."""
+        if self._wanted_port is None and not self._claims:
+            raise RuntimeError("the router has no port yet: start it first")
+        return self._wanted_port or self._claims[0].first
+
+    @property
+    def url(self) -> str:
+        """e.g. http://127.0.0.1:21000"""
+        return f"http://{self.host}:{self.port}"
+
+    def start(self) -> None:
+        """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
+        self._release_ports()
+        wanted = self._wanted_port
+        self._claims.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
+        self._claims.append(claim_ports(1, self.host))
+        self._process = ManagedProcess(
+            router_command(self.host, self.port, self._claims[1].first, self._options),
+            name=f"SGLang router {self.url}",
+            log_path=self.log_path,
+        )
+        self._process.start()
+
+    def wait_alive(self, timeout_s: float) -> None:
+        """Waits until the router takes calls, with or without servers. Raises EngineStartError if it dies or is late."""
+        self._started().wait_until(lambda: self._call("GET", "/health") is not None, timeout_s)
+
+    def wait_ready(self, n_workers: int, timeout_s: float) -> None:
+        """Waits until `n_workers` servers are in use. Raises EngineStartError if the router dies or time is over."""
+        self._started().wait_until(lambda: self._healthy_workers() >= n_workers, timeout_s)
+
+    def add_worker(self, url: str) -> None:
+        """Registers a server; `wait_ready` tells when it is in use.
+
+        A server that was there before under the same URL is removed first: its circuit breaker may still be open.
+        """
+        self.remove_worker(url)
+        self._call("POST", "/workers", {"url": url}, must=True)
+
+    def remove_worker(self, url: str) -> None:
+        """Unregisters a server and returns when it is gone; its requests in flight end normally."""
+        deadline = time.monotonic() + REMOVE_TIMEOUT_S
+        asked: set[str] = set()
+        while worker_ids := {worker["id"] for worker in self.workers() if worker["url"] == url}:
+            for worker_id in worker_ids - asked:
+                self._call("DELETE", f"/workers/{worker_id}", must=True)
+            asked |= worker_ids
+            if time.monotonic() > deadline:
+                raise EngineUnavailableError(f"the router {self.url} did not remove {url} in {REMOVE_TIMEOUT_S:g} s")
+            time.sleep(POLL_INTERVAL_S)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """What the router knows of each server: "id", "url", "is_healthy", "load", ..."""
+        return self._call("GET", "/workers", must=True)["workers"]
+
+    def poll(self) -> int | None:
+        """None while the router runs (or was not started), then its exit code."""
+        return self._process.poll() if self._process is not None else None
+
+    def last_log_lines(self, count: int = 20) -> str:
+        """The end of the router's log."""
+        return self._started().last_log_lines(count)
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """Ends the router and frees its ports. With `timeout_s` it first finishes what is in flight."""
+        if self._process is not None:
+            self._process.stop(timeout_s)
+        self._release_ports()
+
+    def _healthy_workers(self) -> int:
+        listed = self._call("GET", "/workers")
+        return sum(worker["is_healthy"] for worker in listed["workers"]) if listed else 0
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, must: bool = False) -> Any:
+        """The decoded answer ({} where it is not JSON); None if there is none, unless it `must` succeed."""
+        parts = urllib.parse.urlsplit(self.url)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=CALL_TIMEOUT_S)
+        try:
+            payload = json.dumps(body) if body is not None else None
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            status, text = response.status, response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            if must:
+                raise EngineUnavailableError(f"{self.url}{path} cannot be reached: {error}") from error
+            return None
+        finally:
+            connection.close()
+        if status >= 300:
+            if must:
+                raise EngineRequestError(self.url + path, status, text)
+            return None
+        return json.loads(text) if text.startswith(("{", "[")) else {}
+
+    def _release_ports(self) -> None:
+        for claim in self._claims:
+            claim.release()
+        self._claims.clear()
+
+    def _started(self) -> ManagedProcess:
+        if self._process is None:
+            raise EngineStartError("the SGLang router was not started")
+        return self._process
+
+
+def router_command(host: str, port: int, metrics_port: int, options: Mapping[str, Any]) -> list[str]:
+    """The command line. Raises ValueError for an option the router does not have."""
+    managed = {"host": host, "port": port}
+    clash = sorted(options.keys() & (RESERVED_ROUTER.keys() - {"request_timeout_secs"}))
+    if clash:
+        raise ValueError(f"--router-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED_ROUTER[clash[0]]})")
+    chosen = {**DEFAULTS, "prometheus_port": metrics_port, **options, **managed}
+    return [sys.executable, "-m", "sglang_router.launch_router", *render_options(chosen, router_flags())]

@@ -1,0 +1,211 @@
+"""One SGLang server as a child process: its command line, its ports, its environment.
+
+On a machine with CUDA this is `python -m sglang.launch_server`, on any other `python -m slimrl.sglang.cpu`, which runs
+the same server. Called by the engine actors and by tests.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import slimrl
+from slimrl.platform import is_cpu
+from slimrl.sglang.flags import RESERVED, render_options, server_flags
+from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
+from slimrl.sglang.process import ManagedProcess
+
+# SGLang puts up to 6 sockets next to its rendezvous port, and one per data-parallel rank
+NEIGHBOUR_PORTS = 8
+CPU_KV_CACHE_BYTES = 1 << 30
+CPU_KV_CACHE_TOKENS = (8192, 65536)  # least and most
+GRACEFUL_STOP_S = 20.0
+SHARED_MEMORY_PREFIXES = ("sglang_", "multi_tokenizer_args_")
+
+
+class ServerProcess:
+    """One server on `tensor_parallel_size` slots of this machine.
+
+    `options` holds what the user typed after `--sglang-`, by the engine's own names; they win over slimrl's defaults.
+    `port` None: a free one is chosen when the process starts. `memory_saver` makes release_memory possible (GPU).
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        log_path: Path,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        tensor_parallel_size: int = 1,
+        options: Mapping[str, Any] | None = None,
+        base_gpu_id: int = 0,
+        random_seed: int = 0,
+        memory_saver: bool = False,
+    ) -> None:
+        self.host = host
+        self.log_path = Path(log_path)
+        self._wanted_port = port
+        self._options = dict(options or {})
+        self._managed: dict[str, Any] = {
+            "model_path": str(model_path),
+            "tp_size": tensor_parallel_size,
+            "host": host,
+            "base_gpu_id": base_gpu_id,
+            "random_seed": random_seed,
+            "trust_remote_code": True,
+            "skip_server_warmup": True,
+            "enable_memory_saver": memory_saver,
+        }
+        self._claims: list[PortClaim] = []
+        self._process: ManagedProcess | None = None
+
+    @property
+    def port(self) -> int:
+        """The HTTP port. Raises RuntimeError before `start` where none was given."""
+        if self._wanted_port is None and not self._claims:
+            raise RuntimeError("the server has no port yet: start it first")
+        return self._wanted_port or self._claims[0].first
+
+    @property
+    def url(self) -> str:
+        """e.g. http://127.0.0.1:21000"""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guardian above the server; everything of this server is below it."""
+        return self._started().pid
+
+    def start(self) -> None:
+        """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
+        self._release_ports()
+        wanted = self._wanted_port
+        self._claims.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
+        self._claims.append(claim_ports(1 + NEIGHBOUR_PORTS + self._options.get("dp_size", 1), self.host))
+        cpu = is_cpu()
+        managed = self._managed | {"port": self.port} | rendezvous(self._options, self.host, self._claims[1].first)
+        self._process = ManagedProcess(
+            server_command(managed, self._options, cpu=cpu),
+            name=f"SGLang server {self.url}",
+            log_path=self.log_path,
+            environment=server_environment(managed["tp_size"], managed["base_gpu_id"], cpu=cpu),
+            shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
+        )
+        self._process.start()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until the server answers. Raises EngineStartError (exit code, last log lines) if it dies or is late."""
+        self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
+
+    def poll(self) -> int | None:
+        """None while the server runs (or was not started), then its exit code."""
+        return self._process.poll() if self._process is not None else None
+
+    def last_log_lines(self, count: int = 20) -> str:
+        """The end of the server's log."""
+        return self._started().last_log_lines(count)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Ends the server and everything it started, and frees its ports.
+
+        `timeout_s` is how long it may take to end by itself; default: 0 on the CPU, where SGLang's orderly end takes
+        seconds and releases nothing that killing it would not.
+        """
+        if self._process is not None:
+            self._process.stop((0.0 if is_cpu() else GRACEFUL_STOP_S) if timeout_s is None else timeout_s)
+        self._release_ports()
+
+    def _release_ports(self) -> None:
+        for claim in self._claims:
+            claim.release()
+        self._claims.clear()
+
+    def _started(self) -> ManagedProcess:
+        if self._process is None:
+            raise RuntimeError("the SGLang server was not started")
+        return self._process
+
+
+def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], *, cpu: bool) -> list[str]:
+    """The command line. `managed` is slimrl's part, `options` the user's; raises ValueError where both set one name."""
+    clash = sorted(options.keys() & RESERVED.keys())
+    if clash:
+        raise ValueError(f"--sglang-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED[clash[0]]})")
+    defaults = cpu_defaults(managed["model_path"]) if cpu else {}
+    entry = "slimrl.sglang.cpu" if cpu else "sglang.launch_server"
+    return [sys.executable, "-m", entry, *render_options({**defaults, **options, **managed}, server_flags())]
+
+
+def cpu_defaults(model_path: str) -> dict[str, Any]:
+    """What a server needs on a machine without CUDA, unless the user says otherwise."""
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "dtype": "float32",
+        "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
+        "max_total_tokens": kv_cache_tokens(model_path),
+    }
+
+
+def kv_cache_tokens(model_path: str) -> int:
+    """Tokens of KV cache that fit into 1 GiB at float32, within the bounds of `CPU_KV_CACHE_TOKENS`.
+
+    Raises FileNotFoundError where the model folder has no config.json.
+    """
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: --hf-checkpoint must be a folder in Hugging Face format")
+    config = json.loads(path.read_text())
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    bytes_per_token = 2 * 4 * config["num_hidden_layers"] * kv_heads * head_size
+    least, most = CPU_KV_CACHE_TOKENS
+    return max(least, min(most, CPU_KV_CACHE_BYTES // bytes_per_token))
+
+
+def rendezvous(options: Mapping[str, Any], host: str, first_port: int) -> dict[str, Any]:
+    """Where the server's own processes meet: one port, and with data-parallel attention its neighbours too."""
+    addresses = {"dist_init_addr": f"{host}:{first_port + 1}"} if options.get("enable_dp_attention") else {}
+    return {"nccl_port": first_port, **addresses}
+
+
+def server_environment(tensor_parallel_size: int, base_gpu_id: int, *, cpu: bool) -> dict[str, str]:
+    """Environment variables of the server, on top of this process's own."""
+    package_root = str(Path(slimrl.__file__).parent.parent)
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+        # /health answers at once instead of generating a token: the router asks every second, and a server that is
+        # paused for a weight update is healthy
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # the temporary folder is the server's own and goes with it; compiled kernels are worth keeping
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
+    }
+    if cpu:
+        environment["OMP_NUM_THREADS"] = "1"
+        if tensor_parallel_size > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            picked = [cores[(base_gpu_id + rank) % len(cores)] for rank in range(tensor_parallel_size)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, picked))
+    return environment
+
+
+def answers(url: str) -> bool:
+    """Whether a GET gives HTTP 200 within a second."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy for the internet is not for us
+    try:
+        with opener.open(url, timeout=1.0) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
