@@ -20,6 +20,7 @@ def derive(args: Arguments) -> None:
     _batch(args)
     _lengths(args)
     _names(args)
+    _notes(args)
 
 
 def _model(args: Arguments) -> None:
@@ -84,3 +85,10 @@ def _names(args: Arguments) -> None:
         levels = [level for level in (args.tb_project_name, args.tb_experiment_name) if level is not None]
         own_folder = "tensorboard_log" if levels else str(Path(args.run_dir) / "tensorboard")
         args.tensorboard_dir = str(Path(args.tensorboard_dir or own_folder, *levels))
+
+
+def _notes(args: Arguments) -> None:
+    if args.num_rollout is not None and args.num_epoch is not None:
+        args.notes.append(f"--num-epoch {args.num_epoch} is not used: --num-rollout {args.num_rollout} goes before it.")
+    if args.eval_interval is None and (args.eval_prompt_data is not None or args.eval_config is not None):
+        args.notes.append("nothing will be evaluated: evaluation sets are given and --eval-interval is not.")

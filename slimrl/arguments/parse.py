@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from slimrl.arguments.derive import derive
+from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.parser import parse_line
 from slimrl.arguments.passthrough import PassthroughTables
 from slimrl.arguments.problem import Problem, report
+from slimrl.arguments.rules import Context, check
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,11 @@ def parse_args(
     model. `passthrough` maps a prefix ("sglang", "router") to a function listing the engine's flags; it is called only
     where the command line has such a flag. With problems, prints all of them to stderr and exits with code 2.
     """
+    if {"-h", "--help"} & set(argv):
+        from slimrl.arguments.docs import help_text
+
+        print(help_text(Path(entry).name))
+        sys.exit(0)
     args, problems = read_args(argv, entry=entry, passthrough=passthrough)
     if problems:
         _exit_with(problems, entry)
@@ -38,12 +45,15 @@ def read_args(
     argv: Sequence[str], *, entry: str = "train.py", passthrough: PassthroughTables | None = None
 ) -> tuple[Arguments, list[Problem]]:
     """Like `parse_args`, but returns the problems instead of printing them; prints nothing and never exits."""
+    entry = Path(entry).name
     parsed = parse_line(argv, all_flag_specs(), passthrough or {})
     args = Arguments(**parsed.values)
     args.sglang_options = parsed.options.get("sglang", {})
     args.router_options = parsed.options.get("router", {})
     derive(args)
-    return args, parsed.problems
+    eval_problems = resolve_eval_datasets(args)
+    context = Context(entry, frozenset(parsed.values), frozenset(parsed.broken))
+    return args, [*parsed.problems, *eval_problems, *check(args, context)]
 
 
 def _exit_with(problems: Sequence[Problem], entry: str) -> NoReturn:

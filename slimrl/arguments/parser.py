@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.passthrough import (
+    PassthroughFlag,
     PassthroughTables,
     Spelling,
     own_spellings,
@@ -24,11 +25,12 @@ from slimrl.arguments.unserved import UNSERVED_FLAGS
 
 @dataclasses.dataclass
 class ParsedLine:
-    """Values by field name, the engines' options by prefix, and what was wrong."""
+    """Values by field name, the engines' options by prefix, what was wrong, and the fields it was wrong with."""
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
+    broken: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,6 @@ class _Occurrence:
 
     name: str
     words: list[str]
-    joined: bool  # typed as --flag=value
 
 
 def parse_line(argv: Sequence[str], specs: list[FlagSpec], passthrough: PassthroughTables) -> ParsedLine:
@@ -47,14 +48,25 @@ def parse_line(argv: Sequence[str], specs: list[FlagSpec], passthrough: Passthro
     spellings = own_spellings(specs)
     for prefix, list_flags in passthrough.items():
         if any(item.name.startswith(f"--{prefix}-") and item.name not in spellings for item in occurrences):
-            spellings = passthrough_spellings(prefix, list_flags()) | spellings
+            spellings = _passed_through(prefix, list_flags, parsed) | spellings
     for occurrence in occurrences:
         spelling = spellings.get(occurrence.name)
         if spelling is None:
-            parsed.problems.append(_unknown(occurrence.name, list(spellings)))
+            _refuse_unknown(occurrence, spellings, parsed)
         else:
             _store(occurrence, spelling, parsed)
     return parsed
+
+
+def _passed_through(
+    prefix: str, list_flags: Callable[[], dict[str, PassthroughFlag]], parsed: ParsedLine
+) -> dict[str, Spelling]:
+    try:
+        return passthrough_spellings(prefix, list_flags())
+    except ImportError as error:
+        sentence = f"the --{prefix}-* flags cannot be checked, their package cannot be imported ({error}): install it."
+        parsed.problems.append(Problem(f"--{prefix}-*", sentence))
+        return {}
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
@@ -63,7 +75,7 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
     for word in argv:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
-            occurrences.append(_Occurrence(name, [value] if equals else [], bool(equals)))
+            occurrences.append(_Occurrence(name, [value] if equals else []))
         elif occurrences:
             occurrences[-1].words.append(word)
         else:
@@ -71,50 +83,59 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
     return occurrences
 
 
-def _unknown(name: str, known: list[str]) -> Problem:
+def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], parsed: ParsedLine) -> None:
+    """Name the nearest flag, and go on as if it had been meant: its absence would only be a second complaint."""
+    name = occurrence.name
     if name in UNSERVED_FLAGS:
-        return Problem(name, f"{name} is a flag that this version of slimrl does not serve yet: leave it out.")
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        sentence = f"{name} is a flag that this version of slimrl does not serve yet: leave it out."
+        parsed.problems.append(Problem(name, sentence))
+        return
+    nearest = difflib.get_close_matches(name, spellings, n=1, cutoff=0.6)
     mend = f"did you mean {nearest[0]}?" if nearest else "see docs/flags.md for all flags."
-    return Problem(name, f"unknown flag {name}: {mend}")
+    parsed.problems.append(Problem(name, f"unknown flag {name}: {mend}"))
+    if nearest:
+        reported = len(parsed.problems)
+        _store(occurrence, spellings[nearest[0]], parsed)
+        del parsed.problems[reported:]
 
 
 def _store(occurrence: _Occurrence, spelling: Spelling, parsed: ParsedLine) -> None:
-    target, name, words = spelling.target, occurrence.name, occurrence.words
+    target, name = spelling.target, occurrence.name
     into = parsed.values if spelling.prefix is None else parsed.options[spelling.prefix]
-    if not isinstance(target, FlagSpec) and target.managed_by is not None:
+    if isinstance(target, PassthroughFlag) and target.managed_by is not None:
         parsed.problems.append(Problem(name, f"{name} is set by slimrl itself ({target.managed_by}): leave it out."))
     elif spelling.switch_value is not None:
         into[target.dest] = spelling.switch_value
-        if words:
-            parsed.problems.append(_too_many(name, words, "a switch that takes no value"))
+        if occurrence.words:
+            parsed.problems.append(_too_many(name, occurrence.words, "a switch that takes no value"))
     else:
-        _store_value(occurrence, spelling, into, parsed.problems)
+        _store_value(occurrence, spelling, into, parsed)
 
 
-def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, Any], problems: list[Problem]) -> None:
+def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, Any], parsed: ParsedLine) -> None:
     target, name, words = spelling.target, occurrence.name, occurrence.words
     least, most, as_list = _arity(target)
     if len(words) < least:
-        given = "none is" if not words else f"{len(words)} are"
+        given = "none is" if not words else f"only {len(words)} of them"
         wants = "a value" if least == 1 else f"{least} values"
-        problems.append(Problem(name, f"{name} wants {wants} and {given} given: write {name} <value>."))
+        parsed.problems.append(Problem(name, f"{name} wants {wants} and {given} given: write {name} <value>."))
+        parsed.broken.add(target.dest)
         return
     if most is not None and len(words) > most:
         wants = "takes one value" if most == 1 else f"takes {most} values"
-        problems.append(_too_many(name, words[most:], f"a flag that {wants}"))
-        words = words[:most]
+        parsed.problems.append(_too_many(name, words[most:], f"a flag that {wants}"))
     values = []
-    for word in words:
+    for word in words[:most]:
         try:
             values.append(target.convert(word))
         except ValueError as error:
-            problems.append(Problem(name, f"{name} {word} {error}."))
+            parsed.problems.append(Problem(name, f"{name} {word} {error}."))
+            parsed.broken.add(target.dest)
             return
     into[target.dest] = values if as_list else values[0] if values else None
 
 
-def _arity(target: Any) -> tuple[int, int | None, bool]:
+def _arity(target: FlagSpec | PassthroughFlag) -> tuple[int, int | None, bool]:
     """Least and most number of words a flag takes (None: no limit), and whether its value is a list."""
     if isinstance(target, FlagSpec):
         return (1, None, True) if target.many else (1, 1, False)

@@ -33,16 +33,8 @@ def evaluation_sets_are_judged(args: Arguments, context: Context) -> Iterator[Pr
                 flag,
                 f"{flag}: set {dataset.name} has rm_type {dataset.rm_type!r}, which is not {' or '.join(RM_TYPES)}.",
             )
-        own_samples = (
-            args.custom_generate_function_path is not None or dataset.custom_generate_function_path is not None
-        )
-        own_reward = {"rm_type", "custom_rm_path"} & context.given or own_samples
-        if (
-            dataset.rm_type is None
-            and dataset.custom_rm_path is None
-            and not own_reward
-            and args.eval_config is not None
-        ):
+        judged = dataset.rm_type or dataset.custom_rm_path or dataset.custom_generate_function_path
+        if not judged and args.eval_config is not None:
             yield Problem(flag, f"{flag}: nothing judges set {dataset.name}: give it rm_type or custom_rm_path.")
 
 

@@ -132,8 +132,8 @@ def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[P
 
 
 def absent(path: Path, kind: str = "folder") -> str:
-    """Why `path` is not such a thing, and how far the path leads: "does not exist (/data exists)"."""
+    """Why `path` is not such a thing, and how far it leads: "does not exist (only /data of it does)"."""
     if path.exists():
         return f"is not a {kind}"
     parent = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-    return f"does not exist ({parent} does)"
+    return f"does not exist (only {parent} of it does)"

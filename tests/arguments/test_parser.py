@@ -1,0 +1,172 @@
+"""Words on the command line become values, and every word that does not is reported."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import PassthroughFlag
+from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.namespace import all_flag_specs
+from slimrl.arguments.parser import ParsedLine, parse_line
+from slimrl.arguments.passthrough import own_spellings
+from slimrl.arguments.unserved import UNSERVED_FLAGS
+
+
+def server_flags() -> dict[str, PassthroughFlag]:
+    return {
+        "mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float),
+        "cuda-graph-bs": PassthroughFlag("cuda_graph_bs", nargs="+", type=int),
+        "log-level": PassthroughFlag("log_level", choices=("info", "error")),
+        "disable-radix-cache": PassthroughFlag("disable_radix_cache", action="store_true"),
+        "enable-mixed-chunk": PassthroughFlag("mixed", nargs="?", type=int),
+        "pair": PassthroughFlag("pair", nargs=2),
+        "port": PassthroughFlag("port", type=int, managed_by="a free port"),
+    }
+
+
+def parse(line: str) -> ParsedLine:
+    return parse_line(line.split(), all_flag_specs(), {"sglang": server_flags, "router": dict})
+
+
+def sentences(line: str) -> list[str]:
+    return [str(problem) for problem in parse(line).problems]
+
+
+@pytest.mark.parametrize(
+    ("line", "dest", "value"),
+    [
+        ("--rollout-batch-size 32", "rollout_batch_size", 32),
+        ("--rollout-batch-size=32", "rollout_batch_size", 32),
+        ("--rollout-batch-size 16 --rollout-batch-size 32", "rollout_batch_size", 32),
+        ("--rollout-top-k -1", "rollout_top_k", -1),
+        ("--lr 1e-6", "lr", 1e-6),
+        ("--norm-epsilon 1e-6", "norm_epsilon", 1e-6),
+        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
+        ("--colocate", "colocate", True),
+        ("--no-offload-train", "offload_train", False),
+        ("--offload-train --no-offload-train", "offload_train", False),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--rollout-stop-token-ids 1 2 3", "rollout_stop_token_ids", [1, 2, 3]),
+        ("--rollout-stop a --rollout-stop b c", "rollout_stop", ["b", "c"]),
+        ('--train-env-vars {"A":"1"}', "train_env_vars", {"A": "1"}),
+        ("--prompt-data a=b.jsonl", "prompt_data", "a=b.jsonl"),
+        ("--prompt-data=a=b.jsonl", "prompt_data", "a=b.jsonl"),
+    ],
+)
+def test_words_become_values(line, dest, value):
+    parsed = parse(line)
+    assert parsed.problems == []
+    assert parsed.values == {dest: value}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--rollout-batch-sise 32", "unknown flag --rollout-batch-sise: did you mean --rollout-batch-size?"),
+        ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
+        ("--zzzzzz 3", "unknown flag --zzzzzz: see docs/flags.md for all flags."),
+        (
+            "--partial-rollout",
+            "--partial-rollout is a flag that this version of slimrl does not serve yet: leave it out.",
+        ),
+        ("--num-layers 3.5", "--num-layers 3.5 is not a whole number."),
+        ("--lr fast", "--lr fast is not a number."),
+        ("--lr nan", "--lr nan is not a finite number."),
+        ("--rollout-temperature 0", "--rollout-temperature 0 is too small: it must be above 0."),
+        ("--rollout-top-p 1.5", "--rollout-top-p 1.5 is too large: it must be at most 1."),
+        ("--kl-loss-type k4", "--kl-loss-type k4 is not k1, k2, k3 or low_var_kl."),
+        ("--loss-type sft_loss", "--loss-type sft_loss is not policy_loss."),
+        ("--lr", "--lr wants a value and none is given: write --lr <value>."),
+        (
+            "--colocate yes",
+            "--colocate is a switch that takes no value, so 'yes' after it belongs to no flag: remove it or name its flag.",
+        ),
+        (
+            "--lr 1 2",
+            "--lr is a flag that takes one value, so '2' after it belongs to no flag: remove it or name its flag.",
+        ),
+        ("= --colocate", "'=' stands before the first flag: every value follows its --flag."),
+        ("--train-env-vars [1]", "--train-env-vars [1] is not a JSON object such as '{\"enable_thinking\": false}'."),
+    ],
+)
+def test_words_that_fit_nowhere_are_one_sentence(line, sentence):
+    assert sentences(line) == [sentence]
+
+
+def test_every_mistake_is_reported_not_only_the_first():
+    assert len(sentences("--num-layer 3 --lr fast --kl-loss-type k4 --colocate 1")) == 4
+
+
+def test_a_misspelt_flag_is_read_as_the_nearest_one_so_that_its_absence_is_no_second_problem():
+    assert parse("--rollout-batch-sise 32").values == {"rollout_batch_size": 32}
+
+
+def test_abbreviations_are_unknown():
+    assert sentences("--rollout-batch 32") == ["unknown flag --rollout-batch: did you mean --rollout-batch-size?"]
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("--sglang-mem-fraction-static 0.7", {"mem_fraction_static": 0.7}),
+        ("--sglang-cuda-graph-bs 1 2 4", {"cuda_graph_bs": [1, 2, 4]}),
+        ("--sglang-disable-radix-cache", {"disable_radix_cache": True}),
+        ("--sglang-enable-mixed-chunk", {"mixed": None}),
+        ("--sglang-pair a b", {"pair": ["a", "b"]}),
+    ],
+)
+def test_the_engines_flags_pass_through_under_the_engines_own_names(line, options):
+    parsed = parse(line)
+    assert parsed.problems == []
+    assert parsed.options == {"sglang": options, "router": {}}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "--sglang-mem-fraction-statik 1",
+            "unknown flag --sglang-mem-fraction-statik: did you mean --sglang-mem-fraction-static?",
+        ),
+        ("--sglang-log-level INFO", "--sglang-log-level INFO is not one of info, error."),
+        (
+            "--sglang-mem-fraction-static x",
+            "--sglang-mem-fraction-static x is not a value the engine takes (could not convert string to float: 'x').",
+        ),
+        ("--sglang-port 3", "--sglang-port is set by slimrl itself (a free port): leave it out."),
+        ("--sglang-pair a", "--sglang-pair wants 2 values and only 1 of them given: write --sglang-pair <value>."),
+    ],
+)
+def test_the_engines_flags_are_checked_too(line, sentence):
+    assert sentences(line) == [sentence]
+
+
+def test_the_engines_flags_are_listed_only_where_one_is_used():
+    def fail() -> dict[str, PassthroughFlag]:
+        raise AssertionError("listed")
+
+    tables = {"sglang": fail, "router": fail}
+    parsed = parse_line("--colocate --sglang-server-concurrency 160".split(), all_flag_specs(), tables)
+    assert parsed.problems == []
+
+
+def test_an_engine_that_is_not_installed_is_a_problem_not_a_crash():
+    def missing() -> dict[str, PassthroughFlag]:
+        raise ImportError("No module named 'sglang'")
+
+    parsed = parse_line("--sglang-x 1".split(), all_flag_specs(), {"sglang": missing})
+    assert "cannot be checked" in str(parsed.problems[0])
+
+
+def test_each_spelling_belongs_to_one_flag():
+    spellings = [name for spec in all_flag_specs() for name in spec.on + spec.off]
+    assert len(spellings) == len(set(spellings)) == len(own_spellings(all_flag_specs()))
+    assert not UNSERVED_FLAGS & set(spellings)
+
+
+@pytest.mark.parametrize("spec", all_flag_specs(), ids=lambda spec: spec.dest)
+def test_each_flag_has_a_help_and_a_default_that_it_would_accept(spec: FlagSpec):
+    assert len(spec.help) > 8
+    if not spec.is_switch and spec.default is not None and not isinstance(spec.default, list | dict):
+        spec.check(spec.default)
+        assert spec.convert(str(spec.default)) == spec.default
