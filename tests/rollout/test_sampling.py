@@ -1,0 +1,82 @@
+"""What each request asks of the engine, and seeds that depend on nothing but the sample."""
+
+import random
+
+from slimrl.data.sample import Sample
+from slimrl.rollout.sampling import SamplingPlan, sampling_seed
+
+DETERMINISTIC = {"sglang_options": {"enable_deterministic_inference": True}}
+
+
+def sample_of(prompt_tokens=3, response_tokens=0):
+    return Sample(
+        prompt="q", index=5, tokens=list(range(prompt_tokens + response_tokens)), response_length=response_tokens
+    )
+
+
+def test_the_training_request_carries_every_rollout_flag(make_args):
+    args = make_args(
+        rollout_temperature=0.8,
+        rollout_top_p=0.9,
+        rollout_top_k=20,
+        rollout_max_response_len=100,
+        rollout_stop=["END"],
+        rollout_stop_token_ids=[7],
+        rollout_skip_special_tokens=True,
+    )
+    assert SamplingPlan.for_training(args).params(sample_of(), 5) == {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_new_tokens": 100,
+        "stop": ["END"],
+        "stop_token_ids": [7],
+        "skip_special_tokens": True,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def test_an_evaluation_request_carries_the_data_sets_own_values(make_args, make_eval_dataset):
+    dataset = make_eval_dataset(temperature=0.0, top_p=0.7, top_k=3, max_response_len=9, min_new_tokens=2)
+    params = SamplingPlan.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.0, 0.7, 3)
+    assert (params["max_new_tokens"], params["min_new_tokens"]) == (9, 2)
+    assert "sampling_seed" not in params
+
+
+def test_the_budget_leaves_room_in_the_context_and_counts_what_is_there(make_args):
+    plan = SamplingPlan.for_training(make_args(rollout_max_response_len=10, rollout_max_context_len=12))
+    assert plan.params(sample_of(prompt_tokens=1))["max_new_tokens"] == 10
+    assert plan.params(sample_of(prompt_tokens=8))["max_new_tokens"] == 4
+    assert plan.params(sample_of(prompt_tokens=8, response_tokens=3))["max_new_tokens"] == 1
+
+
+def test_a_seed_is_sent_only_to_deterministic_engines(make_args):
+    assert "sampling_seed" not in SamplingPlan.for_training(make_args()).params(sample_of(), 5)
+    params = SamplingPlan.for_training(make_args(**DETERMINISTIC)).params(sample_of(), 5)
+    assert params["sampling_seed"] == sampling_seed(42, 5)
+
+
+def test_seeds_never_change_between_versions_processes_or_orders():
+    # fixed once: a changed hash would break the resume of every running training
+    assert [sampling_seed(42, index) for index in range(3)] == [1295844956, 424868566, 1993575685]
+    indices = list(range(1000))
+    random.Random(0).shuffle(indices)
+    assert {i: sampling_seed(1, i) for i in indices} == {i: sampling_seed(1, i) for i in range(1000)}
+
+
+def test_seeds_are_31_bit_and_distinct(make_args, make_eval_dataset):
+    seeds = [sampling_seed(42, index) for index in range(20_000)]
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert len(set(seeds)) > 19_990  # 20 000 of 2^31: less than one clash expected in ten
+    plans = [
+        SamplingPlan.for_evaluation(make_args(**DETERMINISTIC), make_eval_dataset(name=name)) for name in ("a", "b")
+    ]
+    plans.append(SamplingPlan.for_training(make_args(**DETERMINISTIC)))
+    seeds = [
+        plan.params(sample_of(), row, repeat)["sampling_seed"]
+        for plan in plans
+        for row, repeat in [(0, 0), (0, 1), (1, 0), (1, 10), (11, 0)]
+    ]
+    assert len(set(seeds)) == len(seeds)

@@ -1,0 +1,129 @@
+"""Which reward judges a sample, and what happens when it fails."""
+
+import asyncio
+
+import pytest
+
+from slimrl.data.sample import Sample
+from slimrl.hooks import HookError
+from slimrl.rollout.rm_hub import RewardRule, RewardScorer, async_rm
+from slimrl.rollout.rm_hub.grader_pool import GraderPool
+
+NOTHING = RewardRule(None, None)
+
+HOOKS = """
+import asyncio
+import numpy
+from slimrl.rollout.rm_hub import async_rm
+
+async def seven(args, sample, **kwargs):
+    return 7
+
+async def scalar(args, sample):
+    return numpy.float32(0.25)
+
+async def as_dict(args, sample):
+    return {"score": 1.0, "acc": 0}
+
+async def broken(args, sample):
+    return [sample["no such key"]]
+
+async def nonsense(args, sample):
+    return "good"
+
+async def slow(args, sample):
+    await asyncio.sleep(60)
+
+async def half_of_builtin(args, sample):
+    return 0.5 * await async_rm(args, sample)
+
+def not_async(args, sample):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path, monkeypatch):
+    (tmp_path / "reward_hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "reward_hooks"
+    import sys
+
+    sys.modules.pop("reward_hooks", None)
+
+
+@pytest.fixture
+def scorer(make_args):
+    made = RewardScorer(make_args(), custom_time_limit_s=3.0)
+    yield made
+    made.close()
+
+
+def right_sample(**changes):
+    return Sample(**{"prompt": "1+1=", "index": 3, "response": "\\boxed{2}", "label": "2", **changes})
+
+
+def test_the_nearest_choice_wins(scorer, hooks):
+    sample = right_sample(response="no box", index=0)
+    everything = RewardRule(f"{hooks}.seven", "math")
+    score = lambda sample, rule: asyncio.run(scorer.score(sample, rule))  # noqa: E731
+    assert score(sample, RewardRule(None, "math")) == 0.0
+    sample.metadata["rm_type"] = "random"
+    by_coin = score(sample, RewardRule(None, "math"))
+    assert by_coin == score(sample, RewardRule(None, "random"))
+    assert score(sample, everything) == 7.0
+    sample.custom_rm_path = f"{hooks}.as_dict"
+    assert score(sample, everything) == {"score": 1.0, "acc": 0}
+
+
+def test_no_reward_and_an_unknown_reward_are_sentences(scorer):
+    with pytest.raises(ValueError, match="give --rm-type, --custom-rm-path or metadata.rm_type"):
+        asyncio.run(scorer.score(right_sample(), NOTHING))
+    with pytest.raises(ValueError, match="'maths' is not known: use deepscaler, math, random"):
+        asyncio.run(scorer.score(right_sample(metadata={"rm_type": "maths"}), NOTHING))
+    with pytest.raises(ValueError, match="--rm-type: the reward type 'maths' is not known"):
+        RewardRule(None, "maths").check("--rm-type")
+
+
+def test_scalars_of_other_libraries_become_floats(scorer, hooks):
+    assert asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.scalar", None))) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("broken", TypeError, "not subscriptable"),
+        ("nonsense", ValueError, "reward_hooks.nonsense returned 'good': it must return a number or a dict"),
+        ("slow", TimeoutError, "reward_hooks.slow took more than 3 s"),
+        ("not_async", HookError, "expected is async f"),
+        ("missing", HookError, "has no missing"),
+    ],
+)
+def test_a_failing_user_function_is_an_error_never_a_zero(scorer, hooks, name, error, message):
+    with pytest.raises(error, match=message):
+        asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.{name}", None)))
+
+
+def test_a_user_function_may_ask_the_built_in_reward(scorer, hooks):
+    rule = RewardRule(f"{hooks}.half_of_builtin", None)
+    assert asyncio.run(scorer.score(right_sample(), rule)) == 0.5
+    assert asyncio.run(scorer.score(right_sample(response="\\boxed{1+1}"), rule)) == 0.5
+
+
+def test_async_rm_works_outside_a_rollout_and_leaves_nothing(make_args):
+    import psutil
+
+    before = len(psutil.Process().children())
+    assert asyncio.run(async_rm(make_args(), right_sample(response="\\boxed{x+x}", label="2x"))) == 1.0
+    assert len(psutil.Process().children()) == before
+
+
+def test_a_grader_without_a_verdict_is_counted_not_hidden(make_args, caplog):
+    scorer = RewardScorer(make_args(), graders=GraderPool(time_limit_s=0.5, size=1))
+    sample = right_sample(response="\\boxed{99999999!}", label="x+1")
+    try:
+        assert asyncio.run(scorer.score(sample, RewardRule(None, "math"))) == 0.0
+    finally:
+        scorer.close()
+    assert sample.metadata["reward_failure"] == "the grader took more than 0.5 s grading and was killed"
+    assert "sample 3: no verdict on its answer, reward 0" in caplog.text
