@@ -1,0 +1,112 @@
+"""Rollouts on disk: a header line, then one sample per line as JSON; readable by any tool, replayable bit for bit.
+
+Written by the rollout manager on `--save-debug-rollout-data`, read on `--load-debug-rollout-data` and by `show`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from slimrl.data.sample import Sample
+
+PLACEHOLDER = "{rollout_id}"
+_FORMAT = "slimrl-rollout-1"
+
+
+class RolloutDump(NamedTuple):
+    """A rollout read back; `header` holds `rollout_id`, `evaluation`, `samples` (their number) and `metrics`."""
+
+    header: dict[str, Any]
+    samples: list[Sample]
+
+
+@runtime_checkable
+class _ArrayLike(Protocol):
+    """NumPy and torch values, which users put into the metadata."""
+
+    def tolist(self) -> Any: ...
+
+
+def dump_path(template: str, rollout_id: int, *, evaluation: bool = False) -> Path:
+    """The file of one rollout: `{rollout_id}` becomes `7`, or `eval_7` for an evaluation.
+
+    Raises ValueError where the template has no `{rollout_id}`: every rollout would overwrite the one before.
+    """
+    if PLACEHOLDER not in template:
+        raise ValueError(f"the dump path {template!r} has no {PLACEHOLDER}: put it where the rollout's number belongs")
+    return Path(template.replace(PLACEHOLDER, f"eval_{rollout_id}" if evaluation else str(rollout_id)))
+
+
+def save_rollout(
+    template: str,
+    rollout_id: int,
+    samples: list[Sample],
+    *,
+    metrics: dict[str, float] | None = None,
+    evaluation: bool = False,
+) -> Path:
+    """Write a rollout and return its path. A file of that name is replaced in one move, as when a run is resumed.
+
+    Raises TypeError, naming the sample, where one holds something that JSON cannot express.
+    """
+    path = dump_path(template, rollout_id, evaluation=evaluation)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        "format": _FORMAT,
+        "rollout_id": rollout_id,
+        "evaluation": evaluation,
+        "samples": len(samples),
+        "metrics": metrics or {},
+    }
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(json.dumps(header) + "\n")
+            for sample in samples:
+                file.write(_line(sample) + "\n")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def load_rollout(template: str, rollout_id: int, *, evaluation: bool = False) -> RolloutDump:
+    """The rollout with this number, as `save_rollout` wrote it. Raises as `read_dump`."""
+    return read_dump(dump_path(template, rollout_id, evaluation=evaluation))
+
+
+def read_dump(path: str | Path) -> RolloutDump:
+    """A dump by its file name.
+
+    Raises FileNotFoundError where there is none, ValueError where it is something else or was cut off.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no rollout dump {path}: it is written with --save-debug-rollout-data")
+    with open(path, encoding="utf-8") as file:
+        try:
+            header = json.loads(file.readline())
+            known = header["format"] == _FORMAT
+        except (ValueError, TypeError, KeyError):
+            known = False
+        if not known:
+            raise ValueError(f"{path} is no rollout dump: its first line must be a header of format {_FORMAT!r}")
+        samples = [Sample.from_dict(json.loads(line)) for line in file]
+    if len(samples) != header["samples"]:
+        raise ValueError(f"{path} holds {len(samples)} samples and its header says {header['samples']}: it was cut off")
+    return RolloutDump(header, samples)
+
+
+def _line(sample: Sample) -> str:
+    try:
+        return json.dumps(sample.to_dict(), default=_plain, ensure_ascii=False)
+    except TypeError as error:
+        raise TypeError(f"sample {sample.index} cannot be written to a rollout dump: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _ArrayLike):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no JSON value: keep numbers, strings, lists and dicts in metadata")

@@ -1,0 +1,171 @@
+"""`python -m slimrl.observability.report runs/<name>`: what a run achieved, on one screen, and as a picture.
+
+Reads `summary.json` only, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimrl.observability.summary import load_summary
+from slimrl.observability.text_chart import text_chart
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_CHART_WIDTH, _CHART_HEIGHT = 76, 14
+_MIN_POINTS_FOR_TREND = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report and draw the picture where one is asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slimrl.observability.report", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("summary", help="folder of a run, or its summary.json")
+    parser.add_argument("--png", help="also draw the reward curve into this file")
+    options = parser.parse_args(argv)
+    try:
+        summary = load_summary(options.summary)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print_report(summary)
+    if options.png:
+        save_png(summary, options.png)
+        print(f"the reward curve is in {options.png}")
+    return 0
+
+
+def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Tables of the results, the seconds and the places, and the reward per step as a text plot."""
+    from rich.console import Console
+
+    console = console or Console()
+    state = summary["status"] + (f": {summary['error']}" if summary["error"] else "")
+    console.print(
+        f"run {summary['run']['name']}: {len(summary['steps'])} steps, {state}", markup=False, highlight=False
+    )
+    console.print(_results_table(summary))
+    if summary["steps"]:
+        print_chart(summary, console)
+        console.print(_seconds_table(summary))
+    console.print(_paths_table(summary))
+
+
+def print_chart(summary: dict[str, Any], console: Console) -> None:
+    """The reward per step as a line, the evaluations as diamonds."""
+    points, marks = zip(*_rewards(summary), strict=True), zip(*_evaluations(summary), strict=True)
+    legend = "reward per step" + ("  (◆ evaluation)" if summary["eval"]["history"] else "")
+    chart = text_chart(list(points), list(marks), width=_CHART_WIDTH, height=_CHART_HEIGHT)
+    console.print(f"{legend}\n{chart}\n", markup=False, highlight=False, no_wrap=True)
+
+
+def save_png(summary: dict[str, Any], path: str | Path) -> None:
+    """The reward per step with its running mean, and the evaluations, as a picture of 1600 x 900 pixels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    steps, rewards = _rewards(summary)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=200, layout="constrained")
+    axes.plot(steps, rewards, color="#9db7d5", linewidth=1.2, marker=".", markersize=4, label="reward of the rollout")
+    if len(steps) >= _MIN_POINTS_FOR_TREND:
+        axes.plot(steps, _running_mean(rewards), color="#1f4e8c", linewidth=2.2, label="running mean")
+    eval_steps, scores = _evaluations(summary)
+    if eval_steps:
+        axes.plot(
+            eval_steps, scores, "D", color="#d1495b", markersize=7, label="greedy evaluation", zorder=3, clip_on=False
+        )
+        for step, score in zip(eval_steps, scores, strict=True):
+            axes.annotate(
+                f"{score:.2f}", (step, score), xytext=(0, -16), textcoords="offset points", ha="center", color="#d1495b"
+            )
+    axes.set_title(f"slimrl: {summary['run']['name']}", loc="left", fontweight="bold")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("mean reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _rewards(summary: dict[str, Any]) -> tuple[list[int], list[float]]:
+    known = [(step["step"], step["reward"]) for step in summary["steps"] if step["reward"] is not None]
+    return [step for step, _ in known], [reward for _, reward in known]
+
+
+def _evaluations(summary: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Steps done at each evaluation, and the mean over its data sets."""
+    points = []
+    for entry in summary["eval"]["history"]:
+        scores = [score for score in entry["scores"].values() if score is not None]
+        if scores:
+            points.append((entry["step"], statistics.fmean(scores)))
+    return [step for step, _ in points], [score for _, score in points]
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    """Mean over a tenth of the run on either side of each point."""
+    reach = max(len(values) // 10, 1)
+    return [statistics.fmean(values[max(i - reach, 0) : i + reach + 1]) for i in range(len(values))]
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="left" if position == 0 else "right", overflow="fold")
+    return table
+
+
+def _results_table(summary: dict[str, Any]) -> Table:
+    table = _table("result", "before", "after")
+    for name, scores in summary["eval"]["datasets"].items():
+        table.add_row(f"evaluation {name}", _number(scores["before"]), _number(scores["after"]))
+    steps, rewards = _rewards(summary)
+    if steps:
+        table.add_row("reward of the rollouts (first, last)", _number(rewards[0]), _number(rewards[-1]))
+    gaps = [step["train_rollout_logprob_abs_diff_max"] for step in summary["steps"]]
+    gaps = [gap for gap in gaps if gap is not None]
+    if gaps:
+        table.add_row("largest |train - rollout logprob|", "", f"{max(gaps):.1e}")
+    return table
+
+
+def _seconds_table(summary: dict[str, Any]) -> Table:
+    table = _table("phase", "seconds per step", "seconds in all")
+    phases = dict.fromkeys(name for step in summary["steps"] for name in step["seconds"])
+    for phase in [*(name for name in phases if name != "total"), "total"]:
+        seconds = [step["seconds"].get(phase, 0.0) for step in summary["steps"]]
+        table.add_row(phase.replace("_", " "), f"{statistics.fmean(seconds):.2f}", f"{sum(seconds):.1f}")
+    return table
+
+
+def _paths_table(summary: dict[str, Any]) -> Table:
+    table = _table("what", "where")
+    table.columns[1].justify = "left"
+    for name, path in summary["paths"].items():
+        table.add_row(name.replace("_", " "), path)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

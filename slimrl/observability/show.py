@@ -1,0 +1,108 @@
+"""`python -m slimrl.observability.show dump.jsonl`: read a rollout dump with human eyes."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+
+from slimrl.data.sample import Sample
+from slimrl.observability.dump import RolloutDump, read_dump
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table of all samples, then the chosen ones in full; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slimrl.observability.show", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("dump", help="file written with --save-debug-rollout-data")
+    parser.add_argument(
+        "--sample", type=int, action="append", default=[], help="index to print in full; may be repeated"
+    )
+    parser.add_argument("--limit", type=int, default=3, help="samples printed in full where none is named (3)")
+    parser.add_argument(
+        "--chars", type=int, default=2000, help="characters kept of each text, end and beginning (2000)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        dump = read_dump(options.dump)
+        chosen = _choose(dump.samples, options.sample, options.limit)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    _print(dump, chosen, options.chars)
+    return 0
+
+
+def _choose(samples: list[Sample], indices: list[int], limit: int) -> list[Sample]:
+    if not indices:
+        return samples[:limit]
+    by_index = {sample.index: sample for sample in samples}
+    missing = [index for index in indices if index not in by_index]
+    if missing:
+        raise ValueError(f"no sample {missing[0]} in this dump: it has {', '.join(str(index) for index in by_index)}")
+    return [by_index[index] for index in indices]
+
+
+def _print(dump: RolloutDump, chosen: list[Sample], chars: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    kind = "evaluation" if dump.header["evaluation"] else "rollout"
+    table = Table(title=f"{kind} {dump.header['rollout_id']}: {len(dump.samples)} samples", title_justify="left")
+    for name in ("sample", "group", "status", "reward", "prompt", "response", "mean logprob", "weights"):
+        table.add_column(name, justify="left" if name in ("status", "reward") else "right")
+    for sample in dump.samples:
+        table.add_row(*_row(sample))
+    console.print(table)
+    for sample in chosen:
+        _print_sample(console, sample, chars)
+
+
+def _row(sample: Sample) -> list[str]:
+    log_probs = sample.rollout_log_probs
+    return [
+        str(sample.index),
+        str(sample.group_index),
+        sample.status.value + (" (removed)" if sample.remove_sample else ""),
+        _reward(sample),
+        str(sample.prompt_length),
+        str(sample.response_length),
+        f"{statistics.fmean(log_probs):.3f}" if log_probs else "",
+        ",".join(dict.fromkeys(sample.weight_versions)),
+    ]
+
+
+def _reward(sample: Sample) -> str:
+    return f"{sample.reward:g}" if isinstance(sample.reward, int | float) else str(sample.reward)
+
+
+def _print_sample(console: object, sample: Sample, chars: int) -> None:
+    from rich.console import Console, Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    assert isinstance(console, Console)
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message.get('role')}] {message.get('content')}" for message in prompt)
+    # Text, not markup: a response may well hold square brackets.
+    parts = [Text(_shorten(prompt, chars), style="dim"), Text(_shorten(sample.response, chars))]
+    if sample.label is not None:
+        parts.append(Text(f"label: {sample.label}", style="dim"))
+    title = Text(f"sample {sample.index} | reward {_reward(sample)} | {sample.status.value}")
+    console.print(Panel(Group(*parts), title=title, title_align="left"))
+
+
+def _shorten(text: str, chars: int) -> str:
+    """The beginning and the end: the answer of a long response stands at its end."""
+    if len(text) <= chars:
+        return text
+    half = chars // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""`summary.json`: what a run did, in one file that is whole at every moment. Schema: docs/summary.md.
+
+Owns the file's content and its continuation when a run is resumed. `RunLog` writes it, `report` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class Summary:
+    """The content of one `summary.json`, written out whole and moved into place by every `save`.
+
+    A new run (`first_step` 0) in a folder with a summary moves that one to `summary.1.json` (or 2, 3, ...). A
+    resumed run keeps the steps and evaluations before `first_step`; where it drops later ones, about to be
+    repeated, it leaves a copy of the whole in the same way.
+    """
+
+    def __init__(self, path: Path, *, run: dict[str, Any], versions: dict[str, str], paths: dict[str, str]) -> None:
+        self.path = path
+        self.run = dict(run)
+        self.status = "running"
+        self.error: str | None = None
+        self.evaluations: list[dict[str, Any]] = []  # {"step", "when", "scores": {dataset: mean reward}}
+        self.steps: list[dict[str, Any]] = []
+        self.versions = versions
+        self.paths = paths
+        self._lines: list[str] = []  # the steps as JSON, so that a save costs no more than joining them
+
+    def continue_from(self, first_step: int) -> None:
+        """Take over what stands in the file, as the class says. Call once, before the first `save`."""
+        if not self.path.exists():
+            return
+        old = _read(self.path) if first_step > 0 else None
+        steps = [step for step in old["steps"] if step["step"] < first_step] if old else []
+        if not steps:
+            os.replace(self.path, _free_name(self.path))
+            return
+        if len(steps) < len(old["steps"]):
+            shutil.copyfile(self.path, _free_name(self.path))
+        self.run["started"] = old["run"]["started"]
+        self.run["resumed_at"] = [*old["run"].get("resumed_at", []), first_step]
+        for entry in old["eval"]["history"]:
+            if entry["step"] <= first_step:
+                self.evaluations.append({**entry, "when": "between" if entry["when"] == "after" else entry["when"]})
+        for step in steps:
+            self.add_step(step)
+
+    def add_step(self, step: dict[str, Any]) -> None:
+        """Append one step; infinite and NaN values become null, which JSON has no number for."""
+        clean = _finite(step)
+        self.steps.append(clean)
+        self._lines.append(json.dumps(clean, allow_nan=False))
+
+    def add_evaluation(self, when: str, step: int, scores: dict[str, float]) -> None:
+        """Record an evaluation ("before", "between" or "after"), in place of one of the same step and kind.
+
+        The "before" of a resumed run is not the untrained model's: where there is one already, it counts as "between".
+        """
+        if when == "before" and self._scores("before") is not None:
+            when = "between"
+        self.evaluations = [entry for entry in self.evaluations if (entry["step"], entry["when"]) != (step, when)]
+        self.evaluations.append({"step": step, "when": when, "scores": _finite(scores)})
+
+    def save(self) -> None:
+        """Write the file and move it into place: a reader sees the old or the new one, never a part."""
+        head = {
+            "schema_version": SCHEMA_VERSION,
+            "run": self.run,
+            "status": self.status,
+            "error": self.error,
+            "eval": self._eval_block(),
+        }
+        tail = {"versions": self.versions, "paths": self.paths}
+        steps = ",\n    ".join(self._lines)
+        text = (
+            json.dumps(head, indent=2, allow_nan=False).removesuffix("\n}")
+            + (f',\n  "steps": [\n    {steps}\n  ],\n' if steps else ',\n  "steps": [],\n')
+            + json.dumps(tail, indent=2, allow_nan=False).removeprefix("{\n")
+            + "\n"
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+    def _scores(self, when: str) -> dict[str, float] | None:
+        return next((entry["scores"] for entry in reversed(self.evaluations) if entry["when"] == when), None)
+
+    def _eval_block(self) -> dict[str, Any]:
+        before, after = self._scores("before"), self._scores("after")
+        names = dict.fromkeys([*(before or {}), *(after or {})])
+        return {
+            "before": _mean(before),
+            "after": _mean(after),
+            "datasets": {
+                name: {"before": (before or {}).get(name), "after": (after or {}).get(name)} for name in names
+            },
+            "history": self.evaluations,
+        }
+
+
+def load_summary(path: str | Path) -> dict[str, Any]:
+    """A summary as plain data; a folder stands for the `summary.json` in it.
+
+    Raises FileNotFoundError or ValueError with a sentence where there is none, or something else.
+    """
+    file = Path(path) / "summary.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no summary {file}: give the folder of a run, or its summary.json")
+    data = _read(file)
+    if data is None:
+        raise ValueError(f"{file} is no summary of schema version {SCHEMA_VERSION}")
+    return data
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content, or None where it is no summary of this version."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) and data.get("schema_version") == SCHEMA_VERSION else None
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _mean(scores: dict[str, float | None] | None) -> float | None:
+    values = [value for value in (scores or {}).values() if value is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
