@@ -1,0 +1,63 @@
+"""Who sends to which engine: pure arithmetic on slot numbers, the same on every trainer rank.
+
+Slots count from the trainer's first; slot n belongs to trainer rank n where there is such a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineEndpoint:
+    """One server: its URL and its slots, one per tensor-parallel rank."""
+
+    url: str
+    slots: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """By number of the engine: the trainer ranks that share memory with it; and the engines that share none."""
+
+    sharing: dict[int, tuple[int, ...]]
+    remote: tuple[int, ...]
+
+    @property
+    def senders(self) -> set[int]:
+        """Every trainer rank that sends to some engine."""
+        ranks = {rank for members in self.sharing.values() for rank in members}
+        return ranks | ({0} if self.remote else set())
+
+
+def split_roles(engines: Sequence[EngineEndpoint]) -> Roles:
+    """No engine shares a slot with the trainer: rank 0 sends to all."""
+    return Roles({}, tuple(range(len(engines))))
+
+
+def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> Roles:
+    """Who sends where slots are shared.
+
+    Host memory of one rank can be opened by every process of the machine: the rank on the engine's first
+    slot serves all of its ranks, and rank 0 serves engines on slots without a trainer. Device memory is
+    opened on its own GPU only: each slot's rank serves that slot, and engines elsewhere count as remote.
+    Raises ValueError for an engine that lies only partly on the trainer's slots, rank 0's among them.
+    """
+    sharing: dict[int, tuple[int, ...]] = {}
+    remote: list[int] = []
+    for number, engine in enumerate(engines):
+        shared = tuple(slot for slot in engine.slots if slot < world_size)
+        if host_memory:
+            sharing[number] = shared[:1] or (0,)
+        elif len(shared) == len(engine.slots):
+            sharing[number] = shared
+        elif 0 in shared:
+            raise ValueError(
+                f"engine {engine.url} has slots {list(engine.slots)} and the trainer has {world_size}: a GPU cannot"
+                " be the source and a receiver of one broadcast; make --rollout-num-gpus-per-engine divide the number"
+                " of training slots"
+            )
+        else:
+            remote.append(number)
+    return Roles(sharing, tuple(remote))

@@ -1,0 +1,131 @@
+"""Buckets in memory that an inference server on the same machine opens without a copy over the wire.
+
+On the CPU the memory is an anonymous file reached through /proc: it has no name to leave behind and is gone
+with its last user, even after SIGKILL. On CUDA it is a device allocation handed over by an IPC handle, named
+by the GPU's UUID because sender and receiver may number their GPUs differently.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from slimrl.weights.buckets import Bucket, Entry
+
+_DEVICE_ARGUMENT = 6  # place of the device number in what `reduce_tensor` returns for a CUDA tensor
+
+
+class _Call:
+    """Unpickles as the result of a function call; the class itself never reaches the receiver."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        self._call = (function, tuple(arguments))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+class SharedBuffer(Protocol):
+    """A `BufferSource` whose memory another process can open."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`."""
+
+    def reference(self) -> _Call:
+        """Pickles into the buffer taken last, in a process on the same machine."""
+
+    def close(self) -> None:
+        """Gives the memory up."""
+
+
+class HostSharedBuffer:
+    """One anonymous file in host memory, used again for every bucket that fits."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`. Pages cost memory only once written."""
+        if self._buffer.numel() < num_bytes:
+            self.close()
+            self._descriptor = os.memfd_create("slimrl-weights", os.MFD_CLOEXEC)
+            os.ftruncate(self._descriptor, num_bytes)
+            self._buffer = torch.from_file(self._path(), shared=True, size=num_bytes, dtype=torch.uint8)
+        return self._buffer[:num_bytes]
+
+    def reference(self) -> _Call:
+        """See `SharedBuffer.reference`; the receiver needs the same user and process namespace."""
+        mapped = functools.partial(torch.from_file, dtype=torch.uint8)
+        return _Call(mapped, (self._path(), True, self._buffer.numel()))
+
+    def close(self) -> None:
+        """See `SharedBuffer.close`."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+class CudaSharedBuffer:
+    """A fresh device allocation per bucket: an IPC handle may be opened only once by each receiver.
+
+    The caching allocator gives the same memory again once the receiver has let go of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`."""
+        self.close()
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+    def reference(self) -> _Call:
+        """See `SharedBuffer.reference`; the receiver waits for the work queued here so far."""
+        function, arguments = reductions.reduce_tensor(self._buffer)
+        named = list(arguments)
+        named[_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(self._device).uuid)
+        return _Call(function, named)
+
+    def close(self) -> None:
+        """See `SharedBuffer.close`."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        torch.cuda.ipc_collect()
+
+
+def serialize(bucket: Bucket, buffer: SharedBuffer) -> str:
+    """The bucket as SGLang's "flattened_bucket" payload: a pickle in base64 that holds references, no weights.
+
+    Made of classes from torch and the standard library only, which the server's unpickler admits.
+    """
+    payload = {
+        "flattened_tensor": buffer.reference(),
+        "metadata": [_metadata(entry) for entry in bucket.entries],
+    }
+    return base64.b64encode(pickle.dumps(payload)).decode("ascii")
+
+
+def _metadata(entry: Entry) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        name=entry.name,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        start_idx=entry.start,
+        end_idx=entry.end,
+        numel=entry.end - entry.start,  # counted in bytes, as the flat tensor is
+    )
