@@ -116,7 +116,7 @@ def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, An
     target, name, words = spelling.target, occurrence.name, occurrence.words
     least, most, as_list = _arity(target)
     if len(words) < least:
-        given = "none is" if not words else f"only {len(words)} of them"
+        given = {0: "none is", 1: "only 1 is"}.get(len(words), f"only {len(words)} are")
         wants = "a value" if least == 1 else f"{least} values"
         parsed.problems.append(Problem(name, f"{name} wants {wants} and {given} given: write {name} <value>."))
         parsed.broken.add(target.dest)

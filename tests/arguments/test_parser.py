@@ -79,7 +79,8 @@ def test_words_become_values(line, dest, value):
         ("--lr", "--lr wants a value and none is given: write --lr <value>."),
         (
             "--colocate yes",
-            "--colocate is a switch that takes no value, so 'yes' after it belongs to no flag: remove it or name its flag.",
+            "--colocate is a switch that takes no value, so 'yes' after it belongs to no flag: remove it or name its"
+            " flag.",
         ),
         (
             "--lr 1 2",
@@ -134,7 +135,7 @@ def test_the_engines_flags_pass_through_under_the_engines_own_names(line, option
             "--sglang-mem-fraction-static x is not a value the engine takes (could not convert string to float: 'x').",
         ),
         ("--sglang-port 3", "--sglang-port is set by slimrl itself (a free port): leave it out."),
-        ("--sglang-pair a", "--sglang-pair wants 2 values and only 1 of them given: write --sglang-pair <value>."),
+        ("--sglang-pair a", "--sglang-pair wants 2 values and only 1 is given: write --sglang-pair <value>."),
     ],
 )
 def test_the_engines_flags_are_checked_too(line, sentence):
@@ -146,7 +147,7 @@ def test_the_engines_flags_are_listed_only_where_one_is_used():
         raise AssertionError("listed")
 
     tables = {"sglang": fail, "router": fail}
-    parsed = parse_line("--colocate --sglang-server-concurrency 160".split(), all_flag_specs(), tables)
+    parsed = parse_line(["--colocate", "--sglang-server-concurrency", "160"], all_flag_specs(), tables)
     assert parsed.problems == []
 
 
@@ -154,7 +155,7 @@ def test_an_engine_that_is_not_installed_is_a_problem_not_a_crash():
     def missing() -> dict[str, PassthroughFlag]:
         raise ImportError("No module named 'sglang'")
 
-    parsed = parse_line("--sglang-x 1".split(), all_flag_specs(), {"sglang": missing})
+    parsed = parse_line(["--sglang-x", "1"], all_flag_specs(), {"sglang": missing})
     assert "cannot be checked" in str(parsed.problems[0])
 
 

@@ -89,7 +89,14 @@ def test_four_mistakes_at_once_are_four_sentences_in_under_a_second(recipe):
         "--global-batch-size 96 --rollout-shufle --custom-rm-path my_rewards.judge", without="--prompt-data"
     )
     line += ["--prompt-data", "/nowhere/train.jsonl"]
-    program = "import sys; from slimrl.arguments import parse_args; parse_args(sys.argv[1:]); assert 'torch' not in sys.modules"
+    program = """
+import sys
+from slimrl.arguments import parse_args
+try:
+    parse_args(sys.argv[1:])
+finally:
+    assert "torch" not in sys.modules
+"""
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program, *line], capture_output=True, text=True, timeout=60)
     seconds = time.perf_counter() - started

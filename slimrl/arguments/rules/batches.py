@@ -43,6 +43,8 @@ def produced_equals_consumed(args: Arguments, context: Context) -> Iterator[Prob
 
 def global_batch_divides_over_slots(args: Arguments, context: Context) -> Iterator[Problem]:
     """Every data parallel rank gets whole micro-batches (whole samples with dynamic batches)."""
+    if any(produced_equals_consumed(args, context)):
+        return  # the global batch itself is in doubt
     relevant = _BATCH_FIELDS | {"micro_batch_size", "actor_num_nodes", "actor_num_gpus_per_node"}
     if not args.global_batch_size or context.broken & relevant or args.debug_rollout_only:
         return

@@ -34,4 +34,5 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
         try:
             hooks.resolve(path, contract)
         except hooks.HookError as error:
-            yield Problem(door.split(":")[0], f"{door} {path}: {error}.")
+            sentence = f"{door} {path}: {error}"
+            yield Problem(door.split(":")[0], sentence if sentence.endswith("?") else sentence + ".")

@@ -1,0 +1,507 @@
+"""Each rule lets the recipe and its neighbours pass, and says what is wrong in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
+
+SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
+
+# rule -> (what passes when appended to the recipe, what does not and the sentence for it)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "run_has_a_length": (["--num-epoch 2", "--num-rollout 0"], []),
+    "values_are_served": (
+        ["--no-offload-train --no-offload-rollout", "--pipeline-model-parallel-size 1"],
+        [
+            (
+                "--pipeline-model-parallel-size 2",
+                "--pipeline-model-parallel-size 2 is not served yet, this version trains in one pipeline stage: leave"
+                " it out.",
+            ),
+            (
+                "--context-parallel-size 2",
+                "--context-parallel-size 2 is not served yet, this version keeps each sample on one slot: leave it"
+                " out.",
+            ),
+            (
+                "--offload-train",
+                "--offload-train is not served yet, this version keeps the training state in device memory: leave it"
+                " out.",
+            ),
+        ],
+    ),
+    "data_files_exist": (
+        ["--prompt-data {dir}/train.jsonl@[0:1]", "--label-key label", "--eval-prompt-data {dir}/aime-2024.jsonl"],
+        [
+            (
+                "--prompt-data {dir}/train.jsonl@[0-1]",
+                "--prompt-data {dir}/train.jsonl@[0-1] has a slice that cannot be read: write path@[start:end].",
+            ),
+            (
+                "--prompt-data {dir}/hf",
+                "--prompt-data {dir}/hf is not a file: check the path.",
+            ),
+            (
+                "--prompt-data {dir}/hf/config.json",
+                "--prompt-data {dir}/hf/config.json is neither .jsonl nor .parquet: convert it to one of them.",
+            ),
+            (
+                "--eval-prompt-data aime {dir}/aime.jsonl",
+                "--eval-prompt-data {dir}/aime.jsonl (set aime) does not exist (only {dir} of it does): check the"
+                " path.",
+            ),
+            (
+                "--eval-input-key question",
+                "--eval-prompt-data {dir}/aime-2024.jsonl (set aime) has no column 'question' (input key) but"
+                " 'prompt', 'label': set input key to one of them.",
+            ),
+            (
+                "--label-key answer --eval-label-key label",
+                "--prompt-data {dir}/train.jsonl has no column 'answer' (--label-key) but 'prompt', 'label': set"
+                " --label-key to one of them.",
+            ),
+        ],
+    ),
+    "outputs_can_be_written": (
+        ["--runs-dir {dir}/new/runs", "--save {dir}/new/ckpt"],
+        [
+            (
+                "--runs-dir {dir}/train.jsonl/runs",
+                "--runs-dir {dir}/train.jsonl/runs cannot be a folder, {dir}/train.jsonl is a file: choose another"
+                " path.",
+            )
+        ],
+    ),
+    "dump_templates_name_the_rollout": (
+        ["--save-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl"],
+        [
+            (
+                "--save-debug-rollout-data {dir}/dump.jsonl",
+                "--save-debug-rollout-data {dir}/dump.jsonl gives every rollout the same file: put {{rollout_id}} into"
+                " the path.",
+            ),
+            (
+                "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl",
+                "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl matches no file: check the path.",
+            ),
+        ],
+    ),
+    "disk_transport_has_a_folder": (
+        ["--update-weight-transport disk --update-weight-disk-dir {dir}/weights"],
+        [
+            (
+                "--update-weight-transport disk",
+                "--update-weight-transport disk needs --update-weight-disk-dir: give a folder.",
+            ),
+            (
+                "--update-weight-disk-dir {dir}/weights",
+                "--update-weight-disk-dir {dir}/weights is used by --update-weight-transport disk only: add it, or"
+                " leave the folder out.",
+            ),
+        ],
+    ),
+    "rollout_has_slots": (
+        ["--rollout-num-gpus 8"],
+        [
+            (
+                "--rollout-num-gpus 4",
+                "--rollout-num-gpus 4 differs from the --actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training"
+                " slots that --colocate shares: leave it out, or leave --colocate out.",
+            )
+        ],
+    ),
+    "engines_fill_their_slots": (
+        ["--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 1"],
+        [
+            (
+                "--rollout-num-gpus-per-engine 3",
+                "--rollout-num-gpus 8 (the training slots, by --colocate) does not divide by"
+                " --rollout-num-gpus-per-engine 3: choose a divisor.",
+            )
+        ],
+    ),
+    "slots_fit_the_node": (
+        ["--num-gpus-per-node 16"],
+        [
+            (
+                "--num-gpus-per-node 4",
+                "--actor-num-gpus-per-node 8 is more than the --num-gpus-per-node 4 of a node: lower it, or say how"
+                " many slots a node has.",
+            )
+        ],
+    ),
+    "world_divides_by_model_slots": (
+        ["--tensor-model-parallel-size 8", "--tensor-model-parallel-size 1"],
+        [
+            (
+                "--actor-num-gpus-per-node 3 --rollout-num-gpus-per-engine 1 --rollout-batch-size 3",
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 3 = 3 training slots do not divide by"
+                " --tensor-model-parallel-size 2: choose a divisor.",
+            ),
+            (
+                "--actor-num-nodes 8 --actor-num-gpus-per-node 1",
+                "--tensor-model-parallel-size 2 is more than --actor-num-gpus-per-node 1: a layer is not shared"
+                " between nodes.",
+            ),
+        ],
+    ),
+    "async_is_split": (
+        ["--update-weights-interval 1"],
+        [
+            (
+                "--update-weights-interval 2",
+                "--update-weights-interval 2 belongs to train_async.py; train.py pushes after every rollout: leave it"
+                " out.",
+            )
+        ],
+    ),
+    "only_one_side_is_left_out": (
+        ["--debug-rollout-only"],
+        [
+            (
+                "--debug-train-only",
+                "--debug-train-only needs rollouts to train on: give --load-debug-rollout-data.",
+            )
+        ],
+    ),
+    "produced_equals_consumed": (
+        ["--global-batch-size 256", "--num-steps-per-rollout 2", "--global-batch-size 64 --num-steps-per-rollout 4"],
+        [
+            (
+                "--num-steps-per-rollout 3",
+                "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples, which --num-steps-per-rollout 3 does"
+                " not divide: choose a divisor.",
+            ),
+            (
+                "--global-batch-size 128",
+                "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples, but training takes"
+                " --global-batch-size 128 x --num-steps-per-rollout 1 = 128: make the two products equal.",
+            ),
+        ],
+    ),
+    "global_batch_divides_over_slots": (
+        ["--rollout-batch-size 1 --n-samples-per-prompt 4"],
+        [
+            (
+                "--rollout-batch-size 1 --n-samples-per-prompt 6",
+                "--global-batch-size 6 does not divide by data parallel size 4: choose a multiple of 4.",
+            )
+        ],
+    ),
+    "dynamic_batches_have_a_cap": (["--max-tokens-per-gpu 4608"], []),
+    "over_sampling_reaches_the_batch": (
+        ["--over-sampling-batch-size 64", "--over-sampling-batch-size 32"],
+        [
+            (
+                "--over-sampling-batch-size 16",
+                "--over-sampling-batch-size 16 is smaller than --rollout-batch-size 32: give at least 32.",
+            )
+        ],
+    ),
+    "kernels_are_installed": (
+        ["--transformer-impl local"],
+        [
+            (
+                "--transformer-impl transformer_engine",
+                "--transformer-impl transformer_engine needs a package that is not installed: install"
+                " transformer_engine, or leave the flag out.",
+            )
+        ],
+    ),
+    "precision_is_single": (
+        ["--bf16", "--fp16"],
+        [("--bf16 --fp16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")],
+    ),
+    "kl_is_counted_once": (
+        ["--kl-coef 0.01", "--kl-loss-coef 0.01"],
+        [
+            (
+                "--kl-coef 0.01 --kl-loss-coef 0.02",
+                "--kl-coef 0.01 and --kl-loss-coef 0.02 would count the KL twice: set one of them to 0.",
+            )
+        ],
+    ),
+    "groups_can_be_compared": (
+        ["--n-samples-per-prompt 1 --disable-rewards-normalization"],
+        [
+            (
+                "--n-samples-per-prompt 1",
+                "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least"
+                " 2, or add --disable-rewards-normalization.",
+            )
+        ],
+    ),
+    "clip_range_is_ordered": (
+        ["--eps-clip-c 3"],
+        [
+            (
+                "--eps-clip-c 1.2",
+                "--eps-clip-c 1.2 is not above 1 + --eps-clip-high = 1.28: raise it, or leave it out.",
+            )
+        ],
+    ),
+    "schedule_is_complete": (
+        ["--lr-warmup-iters 5 --lr-decay-iters 6", "--lr-decay-style WSD --lr-wsd-decay-iters 3", "--min-lr 1e-6"],
+        [
+            ("--min-lr 1e-5", "--min-lr 1e-05 is above --lr 1e-06: lower it."),
+            ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 is above --lr 1e-06: lower it."),
+            (
+                "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
+                "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both set the warm-up: give one.",
+            ),
+            (
+                "--lr-warmup-iters 5 --lr-decay-iters 5",
+                "--lr-warmup-iters 5 is not below --lr-decay-iters 5: the decay begins after the warm-up.",
+            ),
+            ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters: give its steps."),
+            (
+                "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give"
+                " one.",
+            ),
+        ],
+    ),
+    "weight_decay_schedule_is_complete": (
+        ["--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1"],
+        [
+            (
+                "--start-weight-decay 0.1",
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: give it,"
+                " or use --weight-decay alone.",
+            ),
+            (
+                "--weight-decay-incr-style linear",
+                "--weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay: give both.",
+            ),
+        ],
+    ),
+    "recomputation_is_complete": (
+        ["--recompute-method block --recompute-num-layers 36"],
+        [
+            (
+                "--recompute-granularity selective",
+                "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: add it, or leave"
+                " them out.",
+            ),
+            ("--recompute-num-layers 37", "--recompute-num-layers 37 is more than --num-layers 36: lower it."),
+        ],
+    ),
+    "overlap_has_its_optimizer": (
+        ["--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", "--overlap-grad-reduce"],
+        [
+            (
+                "--overlap-param-gather --overlap-grad-reduce",
+                "--overlap-param-gather needs --use-distributed-optimizer: add it, or leave --overlap-param-gather"
+                " out.",
+            ),
+            (
+                "--overlap-param-gather --use-distributed-optimizer",
+                "--overlap-param-gather needs --overlap-grad-reduce: add it.",
+            ),
+        ],
+    ),
+    "lengths_fit_the_context": (
+        ["--rollout-max-context-len 100", "--rollout-max-context-len 100 --rollout-max-prompt-len 99"],
+        [
+            (
+                "--rollout-max-context-len 100 --rollout-max-prompt-len 100",
+                "--rollout-max-prompt-len 100 leaves no response within --rollout-max-context-len 100: give at most"
+                " 99.",
+            )
+        ],
+    ),
+    "hooks_keep_their_contracts": (
+        ["--custom-rm-path slimrl_test_hooks.judge", "--dynamic-sampling-filter-path slimrl_test_hooks.keep"],
+        [
+            (
+                "--custom-rm-path slimrl_test_hooks.judg",
+                "--custom-rm-path slimrl_test_hooks.judg: module slimrl_test_hooks has no judg: did you mean judge?",
+            ),
+            (
+                "--custom-rm-path slimrl_test_hooks.keep",
+                "--custom-rm-path slimrl_test_hooks.keep: slimrl_test_hooks.keep is not async: expected is async"
+                " f(args, sample).",
+            ),
+        ],
+    ),
+}
+
+# rules whose broken side is a flag taken away, or another placement, program or folder: tested below or in other files
+TESTED_APART = {
+    "model_flags_are_given",
+    "training_flags_are_given",
+    "reward_is_given",
+    "evaluation_has_data",
+    "evaluation_sets_are_judged",
+    "saving_is_complete",
+    "model_divides_by_tensor_parallel",
+    "shape_is_possible",
+    "hf_checkpoint_exists",
+    "model_agrees_with_hf_config",
+    "weights_have_a_source",
+    "ref_load_is_a_checkpoint",
+    "load_is_a_checkpoint_or_new",
+}
+
+HOOKS = """
+async def judge(args, sample, **kwargs):
+    return 1.0
+
+def keep(args, samples, **kwargs):
+    return True
+"""
+
+
+@pytest.fixture
+def in_a_folder_with_hooks(tmp_path, monkeypatch):
+    (tmp_path / "slimrl_test_hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
+def test_what_keeps_a_rule_passes(recipe, rule, more, in_a_folder_with_hooks):
+    _, problems = read_args(recipe.line(more))
+    assert [str(problem) for problem in problems] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence, in_a_folder_with_hooks):
+    _, problems = read_args(recipe.line(more))
+    assert [str(problem) for problem in problems] == [sentence.format(dir=recipe.dir)]
+
+
+def test_every_rule_is_tested():
+    assert {rule.__name__ for rule in MODEL_RULES + TRAINING_RULES} == set(CASES) | TESTED_APART
+
+
+@pytest.mark.parametrize(
+    ("without", "sentence"),
+    [
+        ("--num-rollout", "the run has no length: give --num-rollout or --num-epoch."),
+        ("--prompt-data", "--prompt-data is missing: every run needs it."),
+        ("--rollout-batch-size", "--rollout-batch-size is missing: every run needs it."),
+        ("--rollout-max-response-len", "--rollout-max-response-len is missing: every run needs it."),
+        ("--hf-checkpoint", "--hf-checkpoint is missing: every run needs it."),
+        ("--rm-type", "nothing judges the responses: give --rm-type or --custom-rm-path."),
+        (
+            "--eval-prompt-data",
+            "--eval-interval 5 has nothing to evaluate on: give --eval-prompt-data or --eval-config.",
+        ),
+        ("--save", "--save-interval 20 needs --save: give a folder."),
+        (
+            "--max-tokens-per-gpu",
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu: give the tokens one forward pass may hold.",
+        ),
+        (
+            "--use-dynamic-batch-size",
+            "--max-tokens-per-gpu 9216 caps dynamic batches only: add --use-dynamic-batch-size, or leave it out.",
+        ),
+        (
+            "--colocate",
+            "the engines have no slots: give --rollout-num-gpus (slots of their own) or --colocate (shared slots).",
+        ),
+        (
+            "--recompute-method",
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers, for example uniform"
+            " and 1.",
+        ),
+        (
+            "--num-layers",
+            "--num-layers missing: give the flags that describe the model, for example from scripts/models/.",
+        ),
+    ],
+)
+def test_a_flag_taken_away_is_one_sentence(recipe, without, sentence):
+    _, problems = read_args(recipe.line(without=without))
+    assert [str(problem) for problem in problems] == [sentence]
+
+
+def test_a_flag_with_a_bad_value_is_not_also_called_missing(recipe):
+    _, problems = read_args(recipe.line("--rollout-batch-size many", without="--rollout-batch-size"))
+    assert [str(problem) for problem in problems] == ["--rollout-batch-size many is not a whole number."]
+
+
+def test_a_kl_weight_without_its_loss_is_refused(recipe):
+    _, problems = read_args(recipe.line("--kl-loss-coef 0.1", without="--use-kl-loss"))
+    assert [str(problem) for problem in problems] == [
+        "--kl-loss-coef 0.1 weighs a loss that is off: add --use-kl-loss, or leave it out."
+    ]
+
+
+def test_static_batches_divide_by_slots_and_micro_batch(recipe):
+    line = recipe.line("--micro-batch-size 3", without="--use-dynamic-batch-size")
+    at = line.index("--max-tokens-per-gpu")
+    del line[at : at + 2]
+    _, problems = read_args(line)
+    assert [str(problem) for problem in problems] == [
+        "--global-batch-size 256 does not divide by data parallel size 4 x --micro-batch-size 3 = 12: choose a"
+        " multiple of 12."
+    ]
+    line[line.index("--micro-batch-size") + 1] = "8"
+    assert read_args(line)[1] == []
+
+
+def test_one_step_per_rollout_is_the_default(recipe):
+    args, problems = read_args(recipe.line(without="--num-steps-per-rollout"))
+    assert problems == []
+    assert (args.global_batch_size, args.num_steps_per_rollout) == (256, 1)
+    args, problems = read_args(recipe.line("--global-batch-size 64", without="--num-steps-per-rollout"))
+    assert problems == []
+    assert args.num_steps_per_rollout == 4
+    _, problems = read_args(recipe.line("--global-batch-size 96", without="--num-steps-per-rollout"))
+    assert [str(problem) for problem in problems] == [
+        "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples, which --global-batch-size 96 does not"
+        " divide: choose a divisor."
+    ]
+
+
+def test_train_async_refuses_shared_slots(recipe):
+    _, problems = read_args(recipe.line(), entry="train_async.py")
+    assert [str(problem) for problem in problems] == [
+        "--colocate lets training and generation take turns, and train_async.py runs them at once: give"
+        " --rollout-num-gpus instead, or start train.py."
+    ]
+    line = recipe.line("--update-weights-interval 2", placement=SPLIT)
+    assert read_args(line, entry="train_async.py")[1] == []
+
+
+def test_recorded_rollouts_need_no_engines(recipe):
+    (recipe.dir / "dump_0.jsonl").touch()
+    line = recipe.line("--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl", without="--colocate")
+    args, problems = read_args(line)
+    assert problems == []
+    assert args.debug_train_only
+    _, problems = read_args([*line, "--debug-rollout-only"])
+    assert [str(problem) for problem in problems] == [
+        "--debug-train-only (implied by --load-debug-rollout-data) and --debug-rollout-only leave nothing to run:"
+        " give one."
+    ]
+
+
+def test_an_empty_data_file_and_a_broken_first_row_are_refused(recipe):
+    (recipe.dir / "train.jsonl").write_text("\n\n")
+    assert [str(problem) for problem in read_args(recipe.line())[1]] == [
+        f"--prompt-data {recipe.dir}/train.jsonl is empty: give a file with at least one row."
+    ]
+    (recipe.dir / "train.jsonl").write_text("[1]\n")
+    assert [str(problem) for problem in read_args(recipe.line())[1]] == [
+        f"--prompt-data {recipe.dir}/train.jsonl has a first row that is not a JSON object: write one object per line."
+    ]
+    (recipe.dir / "train.jsonl").write_text("{oops\n")
+    (problem,) = read_args(recipe.line())[1]
+    assert "has a first row that is not JSON" in str(problem)
+
+
+def test_what_is_off_without_an_error_is_noted(recipe):
+    args, _ = read_args(recipe.line("--tensor-model-parallel-size 1 --num-epoch 3"))
+    assert not args.sequence_parallel
+    assert args.notes == [
+        "--sequence-parallel is off: it shares work among tensor parallel slots and there is 1.",
+        "--num-epoch 3 is not used: --num-rollout 3000 goes before it.",
+    ]
+    args, _ = read_args(recipe.line(without="--eval-interval"))
+    assert args.notes == ["nothing will be evaluated: evaluation sets are given and --eval-interval is not."]
