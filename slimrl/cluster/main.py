@@ -34,6 +34,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.cluster.run import open_run
     from slimrl.cluster.session import SlotsMissingError
     from slimrl.cluster.supervise import ProcessDiedError
+    from slimrl.cluster.train_worker import RankFailedError
     from slimrl.observability.logs import setup_logging
 
     setup_logging(args.log_level, args.run_dir)
@@ -45,7 +46,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     except SlotsMissingError as error:
         logger.error("%s", error)
         return EXIT_REFUSED
-    except ProcessDiedError as error:
+    except (ProcessDiedError, RankFailedError) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -14,26 +14,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slimrl.arguments import Arguments
+from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.observability.logs import LOG_FORMAT
-
-
-@dataclasses.dataclass(frozen=True)
-class RankSetup:
-    """What a rank must know before it can join the others."""
-
-    args: Arguments
-    rank: int
-    world_size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RankStart:
-    """What a rank knows after it has loaded: where training begins and which share of a rollout is its own."""
-
-    start_rollout_id: int
-    data_state: dict[str, Any] | None
-    data_parallel_rank: int
 
 
 class Rank:

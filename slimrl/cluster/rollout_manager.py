@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import process_log
@@ -20,7 +19,6 @@ from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
 from slimrl.observability import dump
 from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.rewards import rewards_of
@@ -41,6 +39,18 @@ class RolloutResult:
     data_state: dict[str, Any]
     weight_version: str
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationReport:
+    """One data set's numbers, without its samples."""
+
+    mean_reward: float
+    scalars: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars under their full names, `eval/...`."""
+        return self.scalars
 
 
 def load_tokenizer(path: str) -> Any:
@@ -105,8 +115,7 @@ class RolloutManager:
             groups, extra = output.groups, output.metrics
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
-        if self._args.save_debug_rollout_data:
-            dump.save_rollout(self._args.save_debug_rollout_data, rollout_id, samples)
+        self._dump(rollout_id, samples)
         rewards = rewards_of(self._args, samples)
         batch = batch_from_samples(samples, rewards.raw, rewards.normalized)
         shares = self._schedule(batch)
@@ -114,7 +123,7 @@ class RolloutManager:
         return RolloutResult(
             rollout_id=rollout_id,
             batches=[ray.put(pickle.dumps(share)) for share in shares],
-            metrics={**rollout_metrics(samples, rewards.raw), **extra},
+            metrics={**rollout_metrics(samples, rewards.raw.tolist()), **extra},
             data_state=data_state,
             weight_version=",".join(sorted(versions)),
             seconds=time.perf_counter() - started,
@@ -123,7 +132,7 @@ class RolloutManager:
     def _replay(self, rollout_id: int) -> list[list[Sample]]:
         """The recorded samples of this rollout; the data source moves on as if it had generated them."""
         self._data_source.get_samples(self._args.rollout_batch_size)
-        _, samples = dump.load_rollout(self._args.load_debug_rollout_data, rollout_id)
+        samples = dump.load_rollout(self._args.load_debug_rollout_data, rollout_id).samples
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.group_index, []).append(sample)
@@ -140,17 +149,21 @@ class RolloutManager:
             balance=args.balance_data,
         )
 
-    async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
-        """Evaluates every data set; samples are dumped, not returned."""
+    async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
+        """Evaluates every data set; the samples are dumped, their numbers returned."""
         results = await self._generator.evaluate(rollout_id)
-        return results
+        self._dump(rollout_id, [s for result in results.values() for s in result.samples], evaluation=True)
+        return {name: EvaluationReport(result.mean_reward, result.metrics()) for name, result in results.items()}
+
+    def _dump(self, rollout_id: int, samples: list[Sample], *, evaluation: bool = False) -> None:
+        if self._args.save_debug_rollout_data:
+            dump.save_rollout(self._args.save_debug_rollout_data, rollout_id, samples, evaluation=evaluation)
 
     async def close(self) -> None:
         """Ends the client, the router and the servers."""
+        if self._generator is not None:
+            self._generator.close()
         if self._client is not None:
-            await self._client.__aexit__(None, None, None)
+            await self._client.close()
         if self._fleet is not None:
             await self._fleet.close()
-
-
-torch.set_num_threads(1)

@@ -65,7 +65,7 @@ class Supervisor:
             raise ProcessDiedError(self._who_died(error)) from error
         except RayTaskError as error:
             self._raise_death_behind(error)
-            raise error.as_instanceof_cause() from None
+            raise error.cause from None
 
     def _who_died(self, error: RayActorError) -> str:
         """The dead actor's own watch fails in the same moment: its description names the process."""

@@ -14,10 +14,11 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.rank_process import RankSetup, RankStart
-from slimrl.platform.child import ChildProcess
+from slimrl.cluster.rank_protocol import RankSetup, RankStart
+from slimrl.sglang.process import ManagedProcess
 
 POLL_INTERVAL_S = 0.25
+STOP_TIMEOUT_S = 10.0
 
 
 class RankFailedError(RuntimeError):
@@ -32,15 +33,15 @@ class TrainWorker:
         self._rank = rank
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
-        self._process = ChildProcess(
+        self._process = ManagedProcess(
             [sys.executable, "-m", "slimrl.cluster.rank_process", str(theirs.fileno())],
+            name=f"train worker rank {rank}",
             log_path=log_path,
             pass_fds=(theirs.fileno(),),
         )
         self._process.start()
         theirs.close()
         self._connection.send_bytes(pickle.dumps(RankSetup(args, rank, world_size)))
-        self._stopping = False
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> str:
@@ -83,4 +84,4 @@ class TrainWorker:
     def stop(self) -> None:
         """Ends the rank: it leaves when its actor hangs up."""
         self._connection.close()
-        self._process.stop()
+        self._process.stop(timeout_s=STOP_TIMEOUT_S)

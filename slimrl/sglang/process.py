@@ -28,7 +28,8 @@ class ManagedProcess:
     """One child process behind its guardian.
 
     `name` stands in messages ("SGLang server http://..."); `environment` is added to this process's own;
-    `shared_memory_prefixes` name the files in /dev/shm that belong to the child and go with it.
+    `shared_memory_prefixes` name the files in /dev/shm that belong to the child and go with it;
+    `pass_fds` are open file descriptors that it inherits under the same numbers.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class ManagedProcess:
         log_path: Path,
         environment: Mapping[str, str] | None = None,
         shared_memory_prefixes: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.log_path = Path(log_path)
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
         self._prefixes = list(shared_memory_prefixes)
+        self._pass_fds = tuple(pass_fds)
         self._guardian: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
@@ -63,6 +66,7 @@ class ManagedProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
+                pass_fds=self._pass_fds,
                 process_group=0,  # a Ctrl-C on the terminal is for the driver, which then stops its servers in order
             )
 
