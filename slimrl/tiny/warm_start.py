@@ -1,7 +1,7 @@
-"""The warm start: ordinary supervised steps on the answers of a pupil who forgets the carry three times in four.
+"""The warm start: ordinary supervised steps on the answers of a pupil who forgets the carry seven times in ten.
 
-Afterwards the model can add, always in the right form. Where a carry is needed it gives the right sum in about one
-sample of four and the forgetful one otherwise; greedy decoding therefore gets exactly the problems without a carry.
+Afterwards the model can add, always in the right form. Where a carry is needed it gives the right sum in about three
+samples of ten and the forgetful one otherwise; greedy decoding therefore gets exactly the problems without a carry.
 That is honest headroom for reinforcement learning: the right answer is sampled often enough to be found, and never
 wins before it is rewarded.
 """
@@ -18,16 +18,20 @@ from slimrl.tiny.task import Addition, boxed
 
 logger = logging.getLogger(__name__)
 
-FORGETS = 0.75
+FORGETS = 0.7
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How long and how fast; the defaults take about 15 seconds on one core."""
+    """How long and how fast; the defaults take about 20 seconds on one core.
 
-    steps: int = 500
+    With half the steps the model has learnt some carries by heart instead of the rule, and reinforcement learning
+    ends near 0.9 instead of near 1.
+    """
+
+    steps: int = 900
     batch_size: int = 128
-    learning_rate: float = 6e-3
+    learning_rate: float = 1e-2
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
 
