@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
@@ -52,7 +51,8 @@ def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
             parameter.data = parameter.main_grad.clone()
     shape, family = ModelShape.from_args(trainer.args), family_for({"model_type": "qwen3"})
     tensors = {
-        name: tensor.clone() for name, tensor in iter_hf_tensors(trainer.model, shape, family, trainer.parallel.tp_group)
+        name: tensor.clone()
+        for name, tensor in iter_hf_tensors(trainer.model, shape, family, trainer.parallel.tp_group)
     }
     for parameter, data in zip(parameters, own, strict=True):
         parameter.data = data

@@ -67,6 +67,7 @@ def tiny_args(**changes: Any) -> Arguments:
         lr_decay_style="constant",
         weight_decay=0.1,
         adam_beta2=0.95,
+        adam_eps=1e-6,  # far above rounding: a gradient that is all noise must not become a full step
         clip_grad=0.5,
     )
     return Arguments(**(values | changes))

@@ -1,0 +1,123 @@
+"""Policy-gradient training written plainly: transformers, one sample at a time, autograd and torch's AdamW, float64.
+
+Shares no code with slimrl, so that agreement means something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slimrl.data.batch import RolloutBatch
+
+
+@dataclasses.dataclass
+class ReferenceSettings:
+    """The hyper-parameters, in plain numbers."""
+
+    steps: int
+    per_token: bool
+    eps_clip: float
+    eps_clip_high: float
+    kl_coef: float  # of the k3 loss
+    entropy_coef: float
+    temperature: float
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    clip_grad: float
+
+
+@dataclasses.dataclass
+class ReferenceResult:
+    """Per step: loss, gradient norm, fraction clipped (weighted like the loss); then what is left at the end."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    clip_fractions: list[float]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # of the last step, clipped
+
+
+def load_model(folder: Path) -> nn.Module:
+    """The Hugging Face model in float64 with plain attention."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def _split(batch: RolloutBatch) -> list[dict[str, Tensor]]:
+    samples, start, response_start = [], 0, 0
+    for total, response, reward in zip(
+        batch.total_lengths.tolist(), batch.response_lengths.tolist(), batch.rewards.tolist(), strict=True
+    ):
+        samples.append(
+            {
+                "tokens": batch.tokens[start : start + total],
+                "mask": batch.loss_mask[response_start : response_start + response].double(),
+                "reward": torch.tensor(reward, dtype=torch.float64),
+            }
+        )
+        start, response_start = start + total, response_start + response
+    return samples
+
+
+def _log_probs(model: nn.Module, sample: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+    tokens, length = sample["tokens"], sample["mask"].numel()
+    logits = model(tokens[None]).logits[0, -length - 1 : -1] / temperature
+    distribution = torch.distributions.Categorical(logits=logits)
+    return distribution.log_prob(tokens[-length:]), distribution.entropy()
+
+
+def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: ReferenceSettings) -> ReferenceResult:
+    """Train the policy on the rollout's samples, in `settings.steps` equal steps in their order."""
+    policy, samples = load_model(policy_dir), _split(batch)
+    anchor = load_model(reference_dir)
+    with torch.no_grad():
+        old = [_log_probs(policy, sample, settings.temperature)[0] for sample in samples]
+        ref = [_log_probs(anchor, sample, settings.temperature)[0] for sample in samples]
+    matrices = [p for p in policy.parameters() if p.dim() > 1]
+    vectors = [p for p in policy.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    result = ReferenceResult([], [], [], {}, {})
+    size = len(samples) // settings.steps
+    for step in range(settings.steps):
+        rows = range(step * size, (step + 1) * size)
+        trained = sum(float(samples[row]["mask"].sum()) for row in rows)
+        loss, clipped = 0.0, 0.0
+        for row in rows:
+            values, was_clipped = _token_losses(policy, samples[row], old[row], ref[row], settings)
+            mask = samples[row]["mask"]
+            divisor = trained if settings.per_token else max(float(mask.sum()), 1.0) * size
+            loss = loss + (values * mask).sum() / divisor
+            clipped += float((was_clipped * mask).sum() / divisor)
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.clip_grad)
+        adam.step()
+        result.losses.append(loss.item())
+        result.gradient_norms.append(float(norm))
+        result.clip_fractions.append(clipped)
+    result.weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    result.gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    return result
+
+
+def _token_losses(
+    policy: nn.Module, sample: dict[str, Tensor], old: Tensor, ref: Tensor, settings: ReferenceSettings
+) -> tuple[Tensor, Tensor]:
+    log_probs, entropy = _log_probs(policy, sample, settings.temperature)
+    ratio, advantage = (log_probs - old).exp(), sample["reward"]
+    bounded = torch.clamp(ratio, 1 - settings.eps_clip, 1 + settings.eps_clip_high)
+    policy_loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    gap = ref - log_probs
+    values = policy_loss + settings.kl_coef * (gap.exp() - 1 - gap) - settings.entropy_coef * entropy
+    return values, (bounded * advantage < ratio * advantage).double()

@@ -1,0 +1,158 @@
+"""One rollout, trained on in two optimizer steps, gives the same result in every layout as plain autograd does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.megatron import ranks, reference, tiny
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = reference.ReferenceSettings(
+    steps=2,
+    per_token=False,
+    eps_clip=0.02,
+    eps_clip_high=0.03,
+    kl_coef=0.1,
+    entropy_coef=0.05,
+    temperature=0.8,
+    lr=2e-3,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-6,
+    clip_grad=0.5,
+)
+LAYOUTS = {
+    "one rank": (1, {}),
+    "micro-batches of four samples": (1, {"micro_batch_size": 4}),
+    "dynamic micro-batches": (1, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}),
+    "padded to 64 tokens": (1, {"data_pad_size_multiplier": 64}),
+    "a vocabulary padded to 256": (1, {"padded_vocab_size": 256}),
+    "recomputed activations": (
+        1,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "log-probabilities in chunks": (1, {"log_probs_chunk_size": 7, "micro_batch_size": 2}),
+    "distributed optimizer": (1, {"use_distributed_optimizer": True}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "TP2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "TP2 with everything": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": 40,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "DP2": (2, {}),
+    "DP2 with the distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "DP2 dynamic and balanced": (2, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Any:
+    return tiny.recorded_rollout(seed=5)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["per-sample loss", "per-token loss"])
+def expected(request: pytest.FixtureRequest, models: Any, rollout: Any) -> tuple[bool, reference.ReferenceResult]:
+    settings = dataclasses.replace(SETTINGS, per_token=request.param)
+    return request.param, reference.train(models.policy_hf, models.reference_hf, rollout, settings)
+
+
+def flags(models: Any, **changes: Any) -> Any:
+    return tiny.tiny_args(
+        load=str(models.policy),
+        ref_load=str(models.reference),
+        use_kl_loss=True,
+        kl_loss_coef=SETTINGS.kl_coef,
+        kl_loss_type="k3",
+        entropy_coef=SETTINGS.entropy_coef,
+        eps_clip=SETTINGS.eps_clip,
+        eps_clip_high=SETTINGS.eps_clip_high,
+        rollout_temperature=SETTINGS.temperature,
+        **changes,
+    )
+
+
+def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """|actual - expected| / |expected|, over all tensors as one vector."""
+    assert actual.keys() == expected.keys()
+    wrong = sum(float((actual[name].double() - value).square().sum()) for name, value in expected.items())
+    return (wrong / sum(float(value.square().sum()) for value in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_plain_autograd_does(
+    layout: str, expected: Any, rollout: Any, models: Any, one_rank: Any, two_ranks: Any
+):
+    per_token, truth = expected
+    size, changes = LAYOUTS[layout]
+    pool = one_rank if size == 1 else two_ranks
+    result, *others = pool.run(ranks.train_once, flags(models, calculate_per_token_loss=per_token, **changes), rollout)
+    for other in others:  # every rank reports the same numbers
+        assert other == result.metrics
+    assert [step["loss"] for step in result.metrics] == pytest.approx(truth.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in result.metrics] == pytest.approx(truth.gradient_norms, rel=1e-5)
+    assert [step["pg_clipfrac"] for step in result.metrics] == pytest.approx(truth.clip_fractions, abs=1e-6)
+    assert relative_error(result.weights, truth.weights) < 1e-5
+    if not ("use_distributed_optimizer" in changes and size == 2):  # there each rank reduces its own part only
+        assert relative_error(result.gradients, truth.gradients) < 1e-5
+
+
+def test_the_rollout_exercises_clip_kl_and_entropy(expected: Any):
+    _, truth = expected
+    assert truth.clip_fractions[0] == 0.0
+    assert 0.1 < truth.clip_fractions[1] < 0.9
+    assert min(truth.gradient_norms) > SETTINGS.clip_grad  # gradient clipping is active as well
+
+
+def test_before_the_first_update_the_ratio_is_one_and_the_kl_to_oneself_is_zero(
+    rollout: Any, models: Any, two_ranks: Any
+):
+    args = flags(models, tensor_model_parallel_size=2)
+    args.ref_load = str(models.policy)
+    first, second = two_ranks.run(ranks.train_once, args, rollout)[0].metrics
+    assert first["ratio_max_abs_diff"] < 1e-6
+    assert abs(first["kl_loss"]) < 1e-12
+    assert second["ratio_max_abs_diff"] > 0.05
+    assert second["kl_loss"] > 1e-4
+
+
+def test_the_logged_mismatch_with_the_engine_is_over_trained_tokens(rollout: Any, models: Any, one_rank: Any):
+    result = one_rank.run(ranks.train_once, flags(models), rollout)[0]
+    policy = reference.load_model(models.policy_hf)
+    gaps, start = [], 0
+    with torch.no_grad():
+        for sample in reference._split(rollout)[:4]:
+            length = sample["mask"].numel()
+            log_probs, _ = reference._log_probs(policy, sample, SETTINGS.temperature)
+            gap = (log_probs - rollout.rollout_log_probs[start : start + length]).abs()
+            gaps.append(gap[sample["mask"] > 0])
+            start += length
+    gaps = torch.cat(gaps)
+    first = result.metrics[0]
+    assert first["tokens"] == gaps.numel()
+    assert first["train_rollout_logprob_abs_diff_mean"] == pytest.approx(float(gaps.mean()), rel=1e-5)
+    assert first["train_rollout_logprob_abs_diff_max"] == pytest.approx(float(gaps.max()), rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}])
+def test_bfloat16_stays_near_float32(changes: dict, rollout: Any, models: Any, two_ranks: Any):
+    exact = two_ranks.run(ranks.train_once, flags(models), rollout)[0]
+    rough = two_ranks.run(ranks.train_once, flags(models, bf16=True, **changes), rollout)[0]
+    assert rough.weights["model.norm.weight"].dtype == torch.bfloat16
+    assert rough.metrics[0]["loss"] == pytest.approx(exact.metrics[0]["loss"], abs=0.02)
+    assert rough.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.05)
+    assert relative_error(rough.weights, {name: value.double() for name, value in exact.weights.items()}) < 0.01

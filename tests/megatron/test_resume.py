@@ -1,0 +1,224 @@
+"""A run that is killed and resumed ends where an uninterrupted run ends, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+from tests.megatron import ranks, tiny
+from tests.megatron.launch import RankPool
+
+pytestmark = pytest.mark.slow
+
+ROLLOUTS = 4
+DATA_STATE = {"epoch": 1, "offset": 12, "buffer": [{"prompt": "1 + 1 =", "label": 2}], "rng": (3, (1, 2, 3), None)}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank reports at the end."""
+
+    first_rollout: int
+    data_state: dict | None
+    metrics: list[dict[str, float]]
+    state: dict[str, Tensor]  # this rank's weights and optimizer state
+    step_counts: set[float]
+    random_numbers: list[float]
+    weights: dict[str, Tensor]  # whole, by Hugging Face name
+
+
+def train(
+    rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], stop: int
+) -> Outcome:
+    """Train from where the checkpoint says up to rollout `stop`, saving after each."""
+    from slimrl.megatron.optimizer import step_counts
+
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics = []
+    for rollout_id in range(trainer.start_rollout_id, stop):
+        metrics += trainer.train(rollout_id, ranks.share_of(trainer, rollouts[rollout_id]))
+        draw()  # as a model with dropout would
+        if args.save is not None:
+            trainer.save(rollout_id, DATA_STATE | {"offset": rollout_id})
+    outcome = Outcome(
+        first_rollout=trainer.start_rollout_id,
+        data_state=trainer.data_state,
+        metrics=metrics,
+        state=local_state(trainer),
+        step_counts=step_counts(trainer.optimizer),
+        random_numbers=draw(),
+        weights=ranks.export(trainer),
+    )
+    trainer.close()
+    return outcome
+
+
+def draw() -> list[float]:
+    """One number from every generator."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():  # the generator of the tensor-parallel regions
+        regional = float(torch.rand(()))
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(())), regional]
+
+
+def local_state(trainer: Any) -> dict[str, Tensor]:
+    """Every tensor of this rank that training depends on."""
+    tensors = {f"weight {name}": p.detach().clone() for name, p in trainer.model.named_parameters()}
+    adam = trainer.optimizer.chained_optimizers[0].optimizer
+    for index, (parameter, state) in enumerate(adam.state.items()):
+        tensors[f"main parameter {index}"] = parameter.detach().clone()
+        tensors |= {f"{key} {index}": value.clone() for key, value in state.items()}
+    return tensors
+
+
+def schedule_args(models: Any, **changes: Any) -> Arguments:
+    return tiny.tiny_args(
+        num_rollout=ROLLOUTS,
+        ref_load=str(models.policy),
+        lr_decay_style="cosine",
+        lr_warmup_iters=3,
+        lr_warmup_init=1e-4,
+        min_lr=1e-4,
+        use_kl_loss=True,
+        kl_loss_coef=0.05,
+        **changes,
+    )
+
+
+LAYOUTS = {
+    "DP2": (2, {}),
+    "DP2 with the distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "DP2 with the distributed optimizer in bfloat16": (2, {"use_distributed_optimizer": True, "bf16": True}),
+    "one rank in bfloat16": (1, {"bf16": True}),
+    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_resumes_bit_for_bit(
+    layout: str, models: Any, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
+):
+    size, changes = LAYOUTS[layout]
+    pool = one_rank if size == 1 else two_ranks
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
+    args = schedule_args(models, **changes)
+    whole = pool.run(train, args, rollouts, ROLLOUTS)
+
+    args.save = args.load = str(tmp_path)
+    with RankPool(size) as doomed:
+        first_half = doomed.run(train, args, rollouts, ROLLOUTS // 2)
+        doomed.kill()
+    second_half = pool.run(train, args, rollouts, ROLLOUTS)
+
+    for complete, before, after in zip(whole, first_half, second_half, strict=True):
+        assert (before.first_rollout, after.first_rollout) == (0, ROLLOUTS // 2)
+        assert after.data_state == DATA_STATE | {"offset": ROLLOUTS // 2 - 1}
+        assert before.metrics + after.metrics == complete.metrics
+        assert complete.state.keys() == after.state.keys()
+        assert [name for name, value in complete.state.items() if not torch.equal(value, after.state[name])] == []
+        assert after.step_counts == complete.step_counts == {2.0 * ROLLOUTS}
+        assert after.random_numbers == complete.random_numbers
+
+
+def test_the_learning_rate_follows_the_schedule(models: Any, one_rank: RankPool):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(2)]
+    steps = one_rank.run(train, schedule_args(models), rollouts, 2)[0].metrics
+    # linear from 1e-4 to 2e-3 over 3 steps, then a cosine down to 1e-4 over the 5 left of 8
+    assert [step["lr"] for step in steps] == pytest.approx([1e-4, 1e-4 + 1.9e-3 / 3, 1e-4 + 3.8e-3 / 3, 2e-3])
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_checkpoint_of_two_tensor_parallel_ranks_goes_on_with_one(
+    distributed: bool, models: Any, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
+):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
+    args = schedule_args(models, use_distributed_optimizer=distributed)
+    args.save = args.load = str(tmp_path)
+    wide = dataclasses.replace(args, tensor_model_parallel_size=2, sequence_parallel=True)
+    two_ranks.run(train, wide, rollouts, 2)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    expected = two_ranks.run(train, wide, rollouts, ROLLOUTS)[0]
+    narrow = dataclasses.replace(args, save=None, load=str(tmp_path / "copy"))
+    actual = one_rank.run(train, narrow, rollouts, ROLLOUTS)[0]
+    assert actual.first_rollout == 2
+    assert actual.step_counts == {2.0 * ROLLOUTS}
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(actual.weights[name], value, rtol=0, atol=5e-6)
+
+
+def test_a_torn_checkpoint_is_ignored_and_then_overwritten(models: Any, one_rank: RankPool, tmp_path: Path):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(2)]
+    args = schedule_args(models)
+    args.save = args.load = str(tmp_path)
+    one_rank.run(train, args, rollouts, 1)
+    torn = tmp_path / "iter_0000001.tmp"
+    shutil.copytree(tmp_path / "iter_0000000", torn)
+    (torn / ".metadata").unlink()
+    resumed = one_rank.run(train, args, rollouts, 2)[0]
+    assert resumed.first_rollout == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000000",
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_flags_choose_what_is_taken_from_a_checkpoint(models: Any, one_rank: RankPool, tmp_path: Path):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
+    args = schedule_args(models)
+    args.save = str(tmp_path)
+    one_rank.run(train, args, rollouts, 2)
+
+    def loaded(**changes: Any) -> Outcome:
+        flags = dataclasses.replace(args, save=None, load=str(tmp_path), **changes)
+        return one_rank.run(train, flags, rollouts, 0)[0]
+
+    assert (loaded().first_rollout, loaded().step_counts) == (2, {4.0})
+    assert loaded(ckpt_step=0).first_rollout == 1
+    finetuned = loaded(finetune=True)
+    assert (finetuned.first_rollout, finetuned.step_counts, finetuned.data_state) == (0, {0.0}, None)
+    without_optimizer = loaded(no_load_optim=True)
+    assert (without_optimizer.first_rollout, without_optimizer.step_counts) == (2, {0.0})
+    for name, value in loaded().weights.items():
+        assert torch.equal(value, finetuned.weights[name]) and torch.equal(value, without_optimizer.weights[name])
+    assert loaded(no_load_rng=True).random_numbers != loaded().random_numbers
+    assert loaded(start_rollout_id=7).first_rollout == 7
+
+
+def failing_load(rank: int, world_size: int, init_method: str, args: Arguments) -> str:
+    """The message that starting a trainer ends with."""
+    from slimrl.megatron import parallel
+
+    try:
+        ranks.start(rank, world_size, init_method, args)
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    finally:
+        parallel.shutdown()
+    return ""
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(models: Any, one_rank: RankPool, tmp_path: Path):
+    def message(**changes: Any) -> str:
+        return one_rank.run(failing_load, tiny.tiny_args(**changes))[0]
+
+    policy = str(models.policy)
+    assert "--ref-load is not given" in message(load=str(tmp_path))
+    assert "holds no checkpoint" in message(ref_load=str(tmp_path))
+    assert "iter_0000009 does not exist" in message(load=policy, ckpt_step=9)
+    assert "output_layer.weight" in message(load=policy, untie_embeddings_and_output_weights=True)
+    assert "q_layernorm" in message(load=policy, qk_layernorm=False)
+    args = schedule_args(models, save=str(tmp_path), no_save_optim=True)
+    one_rank.run(train, args, [tiny.recorded_rollout(0)], 1)
+    assert "holds no optimizer state: add --no-load-optim" in message(load=str(tmp_path))
