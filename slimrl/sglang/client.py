@@ -8,7 +8,9 @@ not reach it, or that the router answered with HTTP 5xx because its server was l
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -29,8 +31,8 @@ ABORT_INTERVAL_S = 0.1
 ABORT_REQUEST_TIMEOUT_S = 10.0
 
 
-class _NotSentError(Exception):
-    """The request did not reach a server that could have begun to work on it."""
+class _NoServerError(Exception):
+    """No server worked on the request to its end: it may be sent again."""
 
 
 class RouterClient:
@@ -82,7 +84,9 @@ class RouterClient:
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
     ) -> Generation:
-        """Continue `input_ids`; `sampling_params` go to the engine unchanged.
+        """Continue `input_ids`; `sampling_params` go to the engine unchanged (send one `sampling_seed` per request).
+
+        An aborted request that no engine had begun has no tokens and the weight version "".
 
         `session_id` keeps the requests of one conversation on one server, where the router's policy heeds it. Raises
         EngineRequestError (refused: the body says why), EngineTimeoutError, EngineUnavailableError (after retries).
@@ -90,14 +94,21 @@ class RouterClient:
         body = orjson.dumps({"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True})
         headers = {SESSION_HEADER: session_id} if session_id is not None else {}
         aborts_before = self._abort_count
-        async with self._slots:
-            if self._abort_count != aborts_before:  # aborted while it waited for its turn
-                return Generation([], [], "abort", "")
-            self._in_flight += 1
-            try:
-                return _generation(await self._post_with_retries(body, headers))
-            finally:
-                self._in_flight -= 1
+        backoff_s = FIRST_BACKOFF_S
+        deadline = time.monotonic() + self._request_timeout_s  # the router counts its own time-outs as lost servers
+        for attempt in itertools.count(1):
+            async with self._slots:
+                if self._abort_count != aborts_before:  # while it waited for its turn
+                    return Generation([], [], "abort", "")
+                try:
+                    return _generation(await self._post(body, headers))
+                except _NoServerError as error:
+                    if attempt > MAX_RETRIES or time.monotonic() > deadline:
+                        raise EngineUnavailableError(f"{error} (tried {attempt} times)") from error
+                    logger.warning("%s: trying again in %.2g s", error, backoff_s)
+            await asyncio.sleep(backoff_s)
+            backoff_s *= 2
+        raise AssertionError("unreachable: the count has no end")
 
     async def abort_all(self) -> None:
         """Abort every request that has been made; returns when all of them have returned.
@@ -127,49 +138,31 @@ class RouterClient:
             # a lost server has nothing left to abort; its requests are the router's to move or fail
             logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
 
-    async def _post_with_retries(self, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        backoff_s = FIRST_BACKOFF_S
-        aborts_before = self._abort_count
-        for retries_left in range(MAX_RETRIES, -1, -1):
-            try:
-                return await self._post(body, headers)
-            except _NotSentError as error:
-                if retries_left == 0 or self._abort_count != aborts_before:
-                    raise EngineUnavailableError(f"{error} (sent {MAX_RETRIES - retries_left + 1} times)") from error
-                logger.warning("%s: trying again in %.2g s", error, backoff_s)
-            await asyncio.sleep(backoff_s)
-            backoff_s *= 2
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
     async def _post(self, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         url = f"{self.router_url}/generate"
+        self._in_flight += 1
         try:
             async with self._open().post(url, data=body, headers=headers) as response:
                 content = await response.read()
                 status = response.status
         except TimeoutError as error:
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s") from error
-        except (aiohttp.ClientConnectorError, aiohttp.ClientOSError) as error:
-            raise _as_error(url, error) from error
+        except aiohttp.ClientConnectorError as error:  # surely not sent; any other break may have come later
+            raise _NoServerError(f"{url} cannot be reached: {error}") from error
         except aiohttp.ClientError as error:
             raise EngineUnavailableError(f"{url} broke off: {type(error).__name__}: {error}") from error
+        finally:
+            self._in_flight -= 1
         if 400 <= status < 500:
             raise EngineRequestError(url, status, content.decode(errors="replace"))
         if status != 200:
-            raise _NotSentError(f"{url} failed with HTTP {status}: {content.decode(errors='replace')}")
+            raise _NoServerError(f"{url} failed with HTTP {status}: {content.decode(errors='replace')}")
         return orjson.loads(content)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("the client is not open: use it as 'async with RouterClient(...)'")
         return self._session
-
-
-def _as_error(url: str, error: aiohttp.ClientOSError) -> Exception:
-    """No connection: not sent. A connection that broke while it was used: perhaps sent."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return _NotSentError(f"{url} cannot be reached: {error}")
-    return EngineUnavailableError(f"{url} broke off: {type(error).__name__}: {error}")
 
 
 def _generation(answer: dict[str, Any]) -> Generation:

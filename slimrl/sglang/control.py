@@ -1,7 +1,6 @@
 """Synchronous calls to one SGLang server: caches, pauses, weights, memory. Generation goes through `client`.
 
-Promises one fresh connection per call (the server drops idle ones after 5 s), no proxy, and an error that holds the
-URL, the status and the server's words. Imports only the standard library: trainers use it without sglang.
+Promises errors that hold the URL, the status and the server's words. Trainers use it without sglang.
 
 **Stale KV.** A KV cache computed with the old weights and read with the new ones gives wrong log-probabilities and no
 error. `weight_update` is the one way to change weights that cannot go wrong; see its docstring.
@@ -10,18 +9,18 @@ error. `weight_update` is the one way to change weights that cannot go wrong; se
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from slimrl.sglang.errors import EngineError, EngineRequestError, EngineTimeoutError, EngineUnavailableError
+from slimrl.sglang.calls import answers, call
+from slimrl.sglang.errors import EngineError, EngineRequestError
 
 RunningRequests = Literal["abort", "retract"]
 HTTP_NOT_FOUND = 404
 POLL_INTERVAL_S = 0.05
+HEALTH_TIMEOUT_S = 5.0
 
 
 class ServerControl:
@@ -34,10 +33,8 @@ class ServerControl:
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme != "http" or parts.hostname is None:
+        if urllib.parse.urlsplit(self.url).scheme != "http":
             raise ValueError(f"{url!r} is not the URL of a server: give it as http://host:port")
-        self._host, self._port = parts.hostname, parts.port or 80
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -209,11 +206,14 @@ class ServerControl:
         self._post("/abort_request", {"abort_all": True})
 
     def flush_cache(self, wait_s: float = 10.0) -> None:
-        """Empties the KV cache. It cannot while requests run; raises EngineRequestError if some still do after `wait_s`."""
+        """Empties the KV cache, which no running request allows; raises EngineRequestError if one does not end in time.
+
+        `wait_s` is how long requests may take to end by themselves.
+        """
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                self._request("POST", "/flush_cache", None)
+                self._post("/flush_cache")
                 return
             except EngineRequestError:
                 if time.monotonic() > deadline:
@@ -230,11 +230,7 @@ class ServerControl:
 
     def healthy(self) -> bool:
         """Whether the server answers; never raises for an absent server."""
-        try:
-            self._request("GET", "/health", None, timeout_s=min(5.0, self.timeout_s))
-        except EngineError:
-            return False
-        return True
+        return answers(f"{self.url}/health", timeout_s=min(HEALTH_TIMEOUT_S, self.timeout_s))
 
     def server_info(self) -> dict[str, Any]:
         """The server's resolved arguments and state, by the engine's own names."""
@@ -267,28 +263,7 @@ class ServerControl:
         return True
 
     def _get(self, path: str) -> Any:
-        return json.loads(self._request("GET", path, None))
+        return call("GET", self.url + path, timeout_s=self.timeout_s)
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        text = self._request("POST", path, json.dumps(body))
-        return json.loads(text) if text.startswith(("{", "[")) else text
-
-    def _request(self, method: str, path: str, body: str | None, timeout_s: float | None = None) -> str:
-        url = self.url + path
-        headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body is not None else {})
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s or self.timeout_s)
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            status, text = response.status, response.read().decode(errors="replace")
-        except TimeoutError as error:
-            raise EngineTimeoutError(f"{url} did not answer within {timeout_s or self.timeout_s:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineUnavailableError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if 400 <= status < 500:
-            raise EngineRequestError(url, status, text)
-        if status != http.client.OK:
-            raise EngineUnavailableError(f"{url} failed with HTTP {status}: {text}")
-        return text
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return call("POST", self.url + path, body, timeout_s=self.timeout_s)

@@ -6,16 +6,14 @@ methods here return when the thing is done. Called by the fleet and by tests.
 
 from __future__ import annotations
 
-import http.client
-import json
 import sys
 import time
-import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.sglang.errors import EngineRequestError, EngineStartError, EngineUnavailableError
+from slimrl.sglang.calls import answers, call
+from slimrl.sglang.errors import EngineError, EngineUnavailableError
 from slimrl.sglang.flags import RESERVED_ROUTER, render_options, router_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 from slimrl.sglang.process import POLL_INTERVAL_S, ManagedProcess
@@ -81,12 +79,15 @@ class RouterProcess:
         self._process.start()
 
     def wait_alive(self, timeout_s: float) -> None:
-        """Waits until the router takes calls, with or without servers. Raises EngineStartError if it dies or is late."""
-        self._started().wait_until(lambda: self._call("GET", "/health") is not None, timeout_s)
+        """Waits until the router takes calls, with or without servers.
+
+        Raises EngineStartError (exit code, last log lines) if it dies or is late.
+        """
+        self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
 
     def wait_ready(self, n_workers: int, timeout_s: float) -> None:
         """Waits until `n_workers` servers are in use. Raises EngineStartError if the router dies or time is over."""
-        self._started().wait_until(lambda: self._healthy_workers() >= n_workers, timeout_s)
+        self._started().wait_until(lambda: self._ready(n_workers), timeout_s)
 
     def add_worker(self, url: str) -> None:
         """Registers a server; `wait_ready` tells when it is in use.
@@ -94,7 +95,7 @@ class RouterProcess:
         A server that was there before under the same URL is removed first: its circuit breaker may still be open.
         """
         self.remove_worker(url)
-        self._call("POST", "/workers", {"url": url}, must=True)
+        self._call("POST", "/workers", {"url": url})
 
     def remove_worker(self, url: str) -> None:
         """Unregisters a server and returns when it is gone; its requests in flight end normally."""
@@ -102,7 +103,7 @@ class RouterProcess:
         asked: set[str] = set()
         while worker_ids := {worker["id"] for worker in self.workers() if worker["url"] == url}:
             for worker_id in worker_ids - asked:
-                self._call("DELETE", f"/workers/{worker_id}", must=True)
+                self._call("DELETE", f"/workers/{worker_id}")
             asked |= worker_ids
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(f"the router {self.url} did not remove {url} in {REMOVE_TIMEOUT_S:g} s")
@@ -110,7 +111,7 @@ class RouterProcess:
 
     def workers(self) -> list[dict[str, Any]]:
         """What the router knows of each server: "id", "url", "is_healthy", "load", ..."""
-        return self._call("GET", "/workers", must=True)["workers"]
+        return self._call("GET", "/workers")["workers"]
 
     def poll(self) -> int | None:
         """None while the router runs (or was not started), then its exit code."""
@@ -126,30 +127,15 @@ class RouterProcess:
             self._process.stop(timeout_s)
         self._release_ports()
 
-    def _healthy_workers(self) -> int:
-        listed = self._call("GET", "/workers")
-        return sum(worker["is_healthy"] for worker in listed["workers"]) if listed else 0
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, must: bool = False) -> Any:
-        """The decoded answer ({} where it is not JSON); None if there is none, unless it `must` succeed."""
-        parts = urllib.parse.urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=CALL_TIMEOUT_S)
+    def _ready(self, n_workers: int) -> bool:
         try:
-            payload = json.dumps(body) if body is not None else None
-            connection.request(method, path, payload, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            status, text = response.status, response.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            if must:
-                raise EngineUnavailableError(f"{self.url}{path} cannot be reached: {error}") from error
-            return None
-        finally:
-            connection.close()
-        if status >= 300:
-            if must:
-                raise EngineRequestError(self.url + path, status, text)
-            return None
-        return json.loads(text) if text.startswith(("{", "[")) else {}
+            healthy = sum(worker["is_healthy"] for worker in self.workers())
+        except EngineError:
+            return False
+        return healthy >= n_workers and (n_workers == 0 or answers(f"{self.url}/readiness"))
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return call(method, self.url + path, body, timeout_s=CALL_TIMEOUT_S)
 
     def _release_ports(self) -> None:
         for claim in self._claims:
@@ -158,7 +144,7 @@ class RouterProcess:
 
     def _started(self) -> ManagedProcess:
         if self._process is None:
-            raise EngineStartError("the SGLang router was not started")
+            raise RuntimeError("the SGLang router was not started")
         return self._process
 
 

@@ -11,14 +11,13 @@ import json
 import os
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import slimrl
 from slimrl.platform import is_cpu
+from slimrl.sglang.calls import answers
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 from slimrl.sglang.process import ManagedProcess
@@ -199,13 +198,3 @@ def server_environment(tensor_parallel_size: int, base_gpu_id: int, *, cpu: bool
             picked = [cores[(base_gpu_id + rank) % len(cores)] for rank in range(tensor_parallel_size)]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, picked))
     return environment
-
-
-def answers(url: str) -> bool:
-    """Whether a GET gives HTTP 200 within a second."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy for the internet is not for us
-    try:
-        with opener.open(url, timeout=1.0) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False

@@ -1,0 +1,278 @@
+"""Two real SGLang servers behind the real router, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import datetime
+import io
+import random
+import signal
+import threading
+from multiprocessing.reduction import ForkingPickler
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper
+
+from slimrl.rollout.engine import Generation
+from slimrl.sglang.client import RouterClient
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.errors import EngineError, EngineRequestError
+
+pytestmark = pytest.mark.slow
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture(scope="module")
+def reference(fleet):
+    """The served model in transformers, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(fleet.model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def controls(fleet):
+    return [ServerControl(url, timeout_s=60) for url in fleet.server_urls]
+
+
+def run(fleet, coroutine_of_client, *, concurrency: int = 64):
+    """Runs `coroutine_of_client(client)` in an event loop of its own."""
+
+    async def body():
+        async with RouterClient(
+            fleet.router.url, fleet.server_urls, concurrency=concurrency, request_timeout_s=120
+        ) as client:
+            return await coroutine_of_client(client)
+
+    return asyncio.run(body())
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(3, 64) for _ in range(generator.randrange(4, 40))] for _ in range(count)]
+
+
+def sampling(max_new_tokens: int, **others) -> dict:
+    return {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True, **others}
+
+
+def generate_all(fleet, prompts, params_of) -> list[Generation]:
+    async def body(client):
+        return await asyncio.gather(*(client.generate(ids, params_of(i)) for i, ids in enumerate(prompts)))
+
+    return run(fleet, body)
+
+
+def largest_error(model, prompt: list[int], generation: Generation) -> float:
+    """Largest difference between the engine's and transformers' log-probabilities of the new tokens."""
+    with torch.no_grad():
+        scores = model(torch.tensor([prompt + generation.token_ids])).logits[0].log_softmax(-1)
+    rows = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(generation.token_ids))
+    expected = scores[rows, torch.tensor(generation.token_ids)]
+    return (torch.tensor(generation.log_probs) - expected).abs().max().item()
+
+
+def moved_copy(model, seed: int):
+    """The same model with every parameter moved by noise."""
+    torch.manual_seed(seed)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return moved
+
+
+def hf_tensors(model) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t.detach().contiguous()) for name, t in model.state_dict().items() if name != "lm_head.weight"]
+
+
+def test_log_probs_through_the_router_equal_transformers(fleet, reference):
+    prompts = random_prompts(16)
+    answers = generate_all(fleet, prompts, lambda i: sampling(12))
+    assert all(len(a.token_ids) == len(a.log_probs) == 12 and a.finish_reason == "length" for a in answers)
+    assert max(largest_error(reference, ids, a) for ids, a in zip(prompts, answers, strict=True)) < 1e-5
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(fleet):
+    alone = generate_all(fleet, [PROMPT], lambda i: sampling(24, sampling_seed=77))[0]
+    batch = generate_all(fleet, [PROMPT] * 16, lambda i: sampling(24, sampling_seed=77 if i % 2 else 1000 + i))
+    assert all(answer.token_ids == alone.token_ids for answer in batch[1::2])
+    assert len({tuple(answer.token_ids) for answer in batch[0::2]}) == 8
+
+
+def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
+    async def body(client):
+        tasks = [asyncio.create_task(client.generate(ids, sampling(900))) for ids in prompts]
+        await asyncio.sleep(1.0)
+        await client.abort_all()
+        assert client.in_flight == 0
+        return await asyncio.gather(*tasks)
+
+    prompts = random_prompts(80)  # more than the 2 x 32 that may run, and more than the client's slots
+    answers = run(fleet, body, concurrency=70)
+    assert all(a.finish_reason == "abort" and len(a.token_ids) == len(a.log_probs) < 900 for a in answers)
+    begun = [(ids, a) for ids, a in zip(prompts, answers, strict=True) if a.token_ids]
+    assert len(begun) >= 32
+    assert max(largest_error(reference, ids, a) for ids, a in begun[:4]) < 1e-5
+    assert [a.weight_version for a in answers[70:]] == [""] * 10
+
+
+def test_a_too_long_prompt_is_refused_once_with_the_servers_words(fleet):
+    async def body(client):
+        sent = 0
+        post = client._post
+
+        async def counted(*args):
+            nonlocal sent
+            sent += 1
+            return await post(*args)
+
+        client._post = counted
+        with pytest.raises(EngineRequestError, match="longer than the model's context length") as caught:
+            await client.generate([5] * 2000, sampling(4))
+        return sent, caught.value.status
+
+    assert run(fleet, body) == (1, 400)
+
+
+def test_weights_from_tensors_arrive_without_stale_kv(fleet, reference, controls):
+    before = generate_all(fleet, [PROMPT] * 4, lambda i: sampling(8))  # fills both servers' prefix caches
+    assert max(largest_error(reference, PROMPT, a) for a in before) < 1e-5
+    moved = moved_copy(reference, seed=1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    for control in controls:
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(hf_tensors(moved))
+        with control.weight_update("1"):
+            control.update_weights_from_tensor([base64.b64encode(buffer.getvalue()).decode()])
+            assert control.weight_version() != "1"
+        assert control.weight_version() == "1"
+    after = generate_all(fleet, [PROMPT] * 4, lambda i: sampling(8))
+    assert max(largest_error(moved, PROMPT, a) for a in after) < 1e-5
+    assert min(largest_error(reference, PROMPT, a) for a in after) > 1e-2
+    assert {a.weight_version for a in after} == {"1"}
+
+
+def test_weights_from_a_gloo_broadcast_arrive_without_stale_kv(fleet, reference, controls):
+    moved = moved_copy(reference, seed=2)
+    tensors = hf_tensors(moved)
+    store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+
+    def join(rank: int) -> None:
+        controls[rank - 1].init_weights_update_group(
+            master_address="127.0.0.1",
+            master_port=store.port,
+            rank_offset=rank,
+            world_size=3,
+            group_name="test",
+            backend="gloo",
+        )
+
+    def receive(control: ServerControl) -> None:
+        with control.weight_update("2"):
+            ready.wait()
+            control.update_weights_from_distributed(
+                [name for name, _ in tensors],
+                ["float32"] * len(tensors),
+                [list(tensor.shape) for _, tensor in tensors],
+                group_name="test",
+            )
+
+    ready = threading.Barrier(2)
+    joins = start_all(join, [1, 2])
+    group, _ = _new_process_group_helper(
+        3,
+        0,
+        [],
+        dist.Backend("gloo"),
+        dist.PrefixStore("test", store),
+        group_name="test",
+        timeout=datetime.timedelta(seconds=60),
+    )
+    finish(joins)
+    receivers = start_all(receive, controls)
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    for _, tensor in tensors:
+        group.broadcast([tensor], options).wait()
+    finish(receivers)
+    for control in controls:
+        control.destroy_weights_update_group("test")
+    after = generate_all(fleet, [PROMPT] * 4, lambda i: sampling(8))
+    assert max(largest_error(moved, PROMPT, a) for a in after) < 1e-5
+    assert {a.weight_version for a in after} == {"2"}
+
+
+def start_all(function, arguments) -> list[threading.Thread]:
+    threads = [threading.Thread(target=function, args=(argument,), daemon=True) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def finish(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_weights_from_disk_arrive_and_the_checker_tells_equal_from_different(fleet, reference, controls, tmp_path):
+    first = controls[0]
+    with first.weight_update("base"):
+        first.update_weights_from_disk(str(fleet.model_path))
+    first.snapshot_weights()
+    base = first.weights_checksum()
+    first.reset_weights()
+    with pytest.raises(EngineRequestError, match=r"model\.layers\.0\.self_attn\.qkv_proj\.weight"):
+        first.compare_weights()
+    for control in controls:
+        with control.weight_update("3"):
+            control.update_weights_from_disk(str(fleet.model_path))
+    first.compare_weights()
+    assert first.weights_checksum() == base == controls[1].weights_checksum()
+    after = generate_all(fleet, [PROMPT] * 4, lambda i: sampling(8))
+    assert max(largest_error(reference, PROMPT, a) for a in after) < 1e-5
+    assert {a.weight_version for a in after} == {"3"}
+
+
+def test_a_failed_update_leaves_the_server_paused_with_its_old_version(fleet, controls):
+    control = controls[0]
+    version = control.weight_version()
+    with pytest.raises(EngineRequestError, match="no-such-folder"), control.weight_update("never"):
+        control.update_weights_from_disk("/no-such-folder")
+    assert control.weight_version() == version
+    with control.weight_update("4"):
+        control.update_weights_from_disk(str(fleet.model_path))
+    assert control.weight_version() == "4"
+
+
+def test_retracting_requests_over_an_update_is_refused_where_it_would_be_wrong(controls):
+    with pytest.raises(EngineError, match="disable-radix-cache"), controls[0].weight_update("5", running="retract"):
+        pass
+
+
+def test_all_requests_are_answered_when_one_of_two_servers_is_killed(fleet, reference):
+    victim = fleet.servers[1]
+
+    async def body(client):
+        tasks = [asyncio.create_task(client.generate(ids, sampling(400))) for ids in prompts]
+        await asyncio.sleep(0.7)
+        psutil.Process(victim.pid).children()[0].kill()
+        return await asyncio.gather(*tasks)
+
+    prompts = random_prompts(32, seed=3)
+    answers = run(fleet, body)
+    assert [len(a.token_ids) for a in answers] == [400] * 32
+    assert max(largest_error(reference, ids, a) for ids, a in zip(prompts[:4], answers, strict=False)) < 1e-5
+    assert victim.poll() == -signal.SIGKILL
+    fleet.router.remove_worker(victim.url)
+    victim.stop()
+    victim.start()
+    victim.wait_ready(120)
+    fleet.router.add_worker(victim.url)
+    fleet.router.wait_ready(2, 30)
