@@ -54,7 +54,7 @@ def hooks(tmp_path, monkeypatch):
 
 @pytest.fixture
 def scorer(make_args):
-    made = RewardScorer(make_args(), custom_time_limit_s=3.0)
+    made = RewardScorer(make_args())
     yield made
     made.close()
 
@@ -94,7 +94,6 @@ def test_scalars_of_other_libraries_become_floats(scorer, hooks):
     [
         ("broken", TypeError, "not subscriptable"),
         ("nonsense", ValueError, "reward_hooks.nonsense returned 'good': it must return a number or a dict"),
-        ("slow", TimeoutError, "reward_hooks.slow took more than 3 s"),
         ("not_async", HookError, "expected is async f"),
         ("missing", HookError, "has no missing"),
     ],
@@ -102,6 +101,13 @@ def test_scalars_of_other_libraries_become_floats(scorer, hooks):
 def test_a_failing_user_function_is_an_error_never_a_zero(scorer, hooks, name, error, message):
     with pytest.raises(error, match=message):
         asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.{name}", None)))
+
+
+def test_a_user_function_that_takes_too_long_is_an_error(make_args, hooks):
+    scorer = RewardScorer(make_args(), custom_time_limit_s=0.1)
+    with pytest.raises(TimeoutError, match="reward_hooks.slow took more than 0.1 s: give it a limit of its own"):
+        asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.slow", None)))
+    scorer.close()
 
 
 def test_a_user_function_may_ask_the_built_in_reward(scorer, hooks):

@@ -1,0 +1,309 @@
+"""The rollout loop: full batches in order, nothing lost, nothing left running, failures with a name."""
+
+import asyncio
+import json
+import random
+import sys
+
+import pytest
+
+from slimrl.data.sample import SampleStatus
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.engine import Generation
+from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.sample_task import SampleError
+from slimrl.rollout.sampling import sampling_seed
+
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+
+HOOKS = """
+import copy
+from slimrl.data.sample import Sample, SampleStatus
+
+def answer(sample, text):
+    sample.tokens = sample.tokens + [1, 2, 3]
+    sample.response_length, sample.response = 3, text
+    sample.loss_mask, sample.rollout_log_probs = [1, 0, 1], [-1.0, 0.0, -1.0]
+    sample.status = SampleStatus.COMPLETED
+    return sample
+
+async def generate(args, sample, sampling_params, evaluation=False):
+    sample.metadata["seen"] = [sampling_params["max_new_tokens"], evaluation]
+    return answer(sample, "\\\\boxed{0}")
+
+async def fan_out(args, sample, sampling_params):
+    return [answer(copy.deepcopy(sample), text) for text in ("\\\\boxed{0}", "\\\\boxed{1}")]
+
+async def forgets_its_log_probs(args, sample, sampling_params):
+    answer(sample, "x").rollout_log_probs.pop()
+    return sample
+
+async def still_pending(args, sample, sampling_params):
+    return sample
+
+async def returns_text(args, sample, sampling_params):
+    return "text"
+
+async def failing_reward(args, sample, **kwargs):
+    if sample.index == 5:
+        raise KeyError("verdict")
+    return 1.0
+
+def reverse_rollout(args, rollout_id, data_source, *, evaluation, generator=None):
+    from slimrl.rollout.sglang_rollout import generate_rollout
+    output = generate_rollout(args, rollout_id, data_source, evaluation=evaluation, generator=generator)
+    return output if evaluation else output.groups[::-1]
+
+def lonely_rollout(args, rollout_id, data_source, *, evaluation):
+    from slimrl.rollout.sglang_rollout import generate_rollout
+    return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+
+def empty_rollout(args, rollout_id, data_source, *, evaluation):
+    return []
+
+def drop_odd(args, samples):
+    return samples[0].group_index % 2 == 0
+
+def drop_all(args, samples):
+    return False
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path, monkeypatch):
+    (tmp_path / "rollout_hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "rollout_hooks"
+    sys.modules.pop("rollout_hooks", None)
+
+
+@pytest.fixture
+def roll(make_args, tokenizer, fake_engine):
+    """Runs `rollouts` rollouts; returns their outputs, the engine and the data source, and checks for leaked tasks."""
+
+    def run(engine=None, rollouts=1, source=None, **overrides):
+        args = make_args(**overrides)
+        engine = engine or fake_engine()
+        source = source or RolloutDataSource(args, tokenizer)
+
+        async def main():
+            generator = RolloutGenerator(args, tokenizer, engine)
+            try:
+                return [await generator.generate_rollout(number, source) for number in range(rollouts)]
+            finally:
+                assert len(asyncio.all_tasks()) == 1, "tasks were left running"
+                assert engine.in_flight == 0
+                generator.close()
+
+        return asyncio.run(main()), engine, source
+
+    return run
+
+
+def test_a_rollout_fills_its_samples_and_comes_in_order_whoever_finishes_first(roll, fake_engine, tokenizer):
+    delays = random.Random(0)
+    engine = fake_engine(delay=lambda prompt, call: delays.random() / 50)
+    (output, second), _, _ = roll(engine, rollouts=2)
+    assert [[sample.index for sample in group] for group in output.groups] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [[sample.index for sample in group] for group in second.groups] == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    assert output.metrics == {}
+    for group in output.groups:
+        for sample in group:
+            number = sample.group_index
+            response = tokenizer(f"\\boxed{{{2 * number}}}", add_special_tokens=False)["input_ids"]
+            assert sample.prompt == f"{number}+{number}="
+            assert sample.tokens == tokenizer(sample.prompt, add_special_tokens=False)["input_ids"] + response
+            assert sample.response_length == len(response)
+            assert sample.response == f"\\boxed{{{2 * number}}}"
+            assert sample.loss_mask == [1] * len(response)
+            assert sample.rollout_log_probs == [-0.5] * len(response)
+            assert sample.weight_versions == ["3"]
+            assert sample.status is SampleStatus.COMPLETED
+            assert sample.reward == 1.0
+
+
+def test_prompts_go_out_as_token_ids_with_one_seed_each(roll, tokenizer):
+    _, engine, _ = roll(sglang_options={"enable_deterministic_inference": True})
+    seeds = {tuple(ids): set() for ids, _ in engine.requests}
+    for ids, params in engine.requests:
+        seeds[tuple(ids)].add(params["sampling_seed"])
+    first = tuple(tokenizer("0+0=", add_special_tokens=False)["input_ids"])
+    assert seeds[first] == {sampling_seed(42, 0), sampling_seed(42, 1)}
+    assert len({params["sampling_seed"] for _, params in engine.requests}) == 8
+
+
+def test_a_response_at_the_limit_is_truncated(roll):
+    (output,), _, _ = roll(rollout_max_response_len=4)
+    assert all(sample.status is SampleStatus.TRUNCATED for group in output.groups for sample in group)
+    assert all(sample.response == "\\box" and sample.reward == 0.0 for group in output.groups for sample in group)
+
+
+def test_a_failing_engine_ends_the_rollout_with_the_samples_name_and_no_task_left(roll, fake_engine):
+    def reply(prompt, call):
+        if prompt == "2+2=":
+            raise ConnectionError("server 1 is gone")
+        return "\\boxed{0}"
+
+    engine = fake_engine(reply, delay=lambda prompt, call: 0.01 if prompt == "2+2=" else 30.0)
+    with pytest.raises(SampleError) as caught:
+        roll(engine)
+    assert str(caught.value) == (
+        "generation of sample 4 (group 2) failed: ConnectionError: server 1 is gone; its prompt: '2+2='"
+    )
+    assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_a_failing_reward_function_names_the_sample_the_prompt_and_the_cause(roll, hooks):
+    with pytest.raises(SampleError, match=r"reward of sample 5 \(group 2\) failed: KeyError: 'verdict'; its prompt"):
+        roll(custom_rm_path=f"{hooks}.failing_reward")
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        (Generation([1, 2], [0.0], "stop", "1"), "2 tokens with 1 log-probs"),
+        (Generation([1], [0.0], "tired", "1"), "unknown finish reason 'tired'"),
+        (Generation([1], [0.0], "abort", "1"), "it came back aborted"),
+    ],
+)
+def test_an_answer_that_breaks_the_protocol_is_refused(roll, fake_engine, generation, message):
+    with pytest.raises(SampleError, match=message):
+        roll(fake_engine(lambda prompt, call: generation))
+
+
+def test_text_that_the_engine_leaves_out_is_decoded_here_and_text_it_gives_is_kept(roll, fake_engine):
+    (output,), _, _ = roll(fake_engine(lambda prompt, call: Generation([5], [0.0], "stop", "1", text="given")))
+    assert output.groups[0][0].response == "given"
+
+
+def test_cancelling_a_rollout_leaves_no_task(make_args, tokenizer, fake_engine):
+    args = make_args()
+    engine = fake_engine(delay=lambda prompt, call: 30.0)
+
+    async def main():
+        generator = RolloutGenerator(args, tokenizer, engine)
+        work = asyncio.create_task(generator.generate_rollout(0, RolloutDataSource(args, tokenizer)))
+        await asyncio.sleep(0.05)
+        assert engine.in_flight == 8
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        generator.close()
+        assert len(asyncio.all_tasks()) == 1 and engine.in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_progress_counts_samples(make_args, tokenizer, fake_engine):
+    args = make_args()
+
+    async def main():
+        generator = RolloutGenerator(args, tokenizer, fake_engine())
+        assert generator.progress() == (0, 0)
+        await generator.generate_rollout(0, RolloutDataSource(args, tokenizer))
+        assert generator.progress() == (8, 8)
+        generator.close()
+
+    asyncio.run(main())
+
+
+def test_a_custom_generate_function_replaces_the_engine(roll, hooks):
+    (output,), engine, _ = roll(custom_generate_function_path=f"{hooks}.generate")
+    assert engine.requests == []
+    sample = output.groups[0][0]
+    assert sample.metadata["seen"] == [64, False]
+    assert sample.loss_mask == [1, 0, 1] and sample.reward == 1.0
+
+
+def test_a_custom_generate_function_may_fan_out(roll, hooks):
+    (output,), _, _ = roll(custom_generate_function_path=f"{hooks}.fan_out")
+    assert [len(group) for group in output.groups] == [4, 4, 4, 4]
+    assert [sample.reward for sample in output.groups[0]] == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("forgets_its_log_probs", "rollout_log_probs has 2 entries and the response 3 tokens"),
+        ("still_pending", "it came back pending: it must be completed or truncated"),
+        ("returns_text", "must return a Sample or a list of them, not \\['text'\\]"),
+    ],
+)
+def test_a_custom_generate_function_is_held_to_the_contract(roll, hooks, name, message):
+    with pytest.raises(SampleError, match=message):
+        roll(custom_generate_function_path=f"{hooks}.{name}")
+
+
+def test_a_custom_rollout_function_may_build_on_the_built_in_one(roll, hooks):
+    (output,), _, _ = roll(rollout_function_path=f"{hooks}.reverse_rollout")
+    assert [group[0].group_index for group in output.groups] == [3, 2, 1, 0]
+
+
+def test_a_custom_rollout_function_is_held_to_the_contract(roll, hooks):
+    with pytest.raises(TypeError, match="rollout_hooks.empty_rollout returned list: return RolloutOutput"):
+        roll(rollout_function_path=f"{hooks}.empty_rollout")
+    with pytest.raises(ValueError, match="take the keyword argument `generator`"):
+        roll(rollout_function_path=f"{hooks}.lonely_rollout")
+
+
+def test_the_built_in_rollout_function_is_the_default_by_either_name(roll):
+    (output,), _, _ = roll(rollout_function_path="slime.rollout.sglang_rollout.generate_rollout")
+    assert len(output.groups) == 4
+
+
+# Dynamic sampling ----------------------------------------------------------------------------------------------------
+
+
+def mixed(prompt, call):
+    """Even sums are answered right by every second sample only, the others always right."""
+    number = int(prompt.split("+")[0])
+    return f"\\boxed{{{2 * number if number % 2 or call % 2 else -1}}}"
+
+
+def test_the_filter_drops_groups_without_spread_and_the_batch_still_fills(roll, fake_engine):
+    (output,), engine, source = roll(fake_engine(mixed), dynamic_sampling_filter_path=FILTER)
+    assert [group[0].prompt for group in output.groups] == ["0+0=", "2+2=", "4+4=", "6+6="]
+    assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 3.0
+    assert output.metrics["rollout/dynamic_filter/carried_over"] == len(source.state_dict()["returned"])
+
+
+def test_surplus_groups_go_back_and_every_prompt_is_seen_exactly_once(roll, fake_engine, hooks):
+    # The slow prompts of the first wave are under way when the batch is full: they must come again, untouched.
+    slow = {"1+1=", "6+6="}
+    engine = fake_engine(delay=lambda prompt, call: 5.0 if prompt in slow and call < 16 else 0.0)
+    outputs, engine, source = roll(
+        engine,
+        rollouts=3,
+        over_sampling_batch_size=8,
+        dynamic_sampling_filter_path=f"{hooks}.drop_odd",
+        rollout_batch_size=2,
+    )
+    prompts = [group[0].prompt for output in outputs for group in output.groups]
+    assert len(prompts) == len(set(prompts)) == 6
+    assert sorted(prompts, key=lambda text: int(text.split("+")[0])) == [f"{i}+{i}=" for i in range(0, 12, 2)]
+    assert engine.aborts >= 1
+    for output in outputs:
+        for group in output.groups:
+            assert [sample.index for sample in group] == [2 * group[0].group_index, 2 * group[0].group_index + 1]
+            assert all(sample.response_length == len(sample.rollout_log_probs) > 0 for sample in group)
+
+
+def test_carried_over_groups_survive_a_checkpoint(roll, fake_engine, make_args, tokenizer, hooks):
+    settings = {"over_sampling_batch_size": 12, "dynamic_sampling_filter_path": f"{hooks}.drop_odd"}
+    _, _, source = roll(fake_engine(), rollout_batch_size=2, **settings)
+    resumed = RolloutDataSource(make_args(), tokenizer)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    carried = source.get_samples(3)
+    assert resumed.get_samples(3) == carried
+    assert any(sample.status is SampleStatus.COMPLETED for group in carried for sample in group)
+
+
+def test_a_filter_that_drops_everything_ends_with_a_sentence(roll, hooks):
+    with pytest.raises(RuntimeError, match=r"drop_all dropped 64 groups in a row \(\{'unnamed': 64\}\): the data is"):
+        roll(dynamic_sampling_filter_path=f"{hooks}.drop_all")
+
+
+def test_without_a_filter_over_sampling_draws_only_the_batch(roll):
+    (output,), engine, source = roll(over_sampling_batch_size=12)
+    assert len(engine.requests) == 8
+    assert source.get_samples(1)[0][0].prompt == "4+4="

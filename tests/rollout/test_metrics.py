@@ -1,0 +1,120 @@
+"""Metrics and training rewards of a rollout small enough to work out on paper."""
+
+import random
+
+import pytest
+import torch
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.metrics import dynamic_filter_metrics, is_repetitive, pass_at_k, rollout_metrics
+from slimrl.rollout.rewards import rewards_of
+
+
+def sample(group, reward, length=1, status=SampleStatus.COMPLETED, **changes):
+    return Sample(
+        prompt="q", group_index=group, index=0, tokens=[0] * (2 + length), response_length=length, reward=reward,
+        status=status, **changes
+    )  # fmt: skip
+
+
+def test_every_metric_equals_the_hand_calculation():
+    samples = [
+        sample(0, 1.0, length=1, response="a"),
+        sample(0, 0.0, length=2, status=SampleStatus.TRUNCATED, response="la " * 200),
+        sample(1, 1.0, length=3, metadata={"reward_failure": "slow"}),
+        sample(1, 1.0, length=10),
+    ]
+    assert rollout_metrics(samples, [1.0, 0.0, 1.0, 1.0]) == pytest.approx(
+        {
+            "rollout/raw_reward": 0.75,
+            "rollout/raw_reward_std": 0.5,  # sqrt((3 * 0.25^2 + 0.75^2) / 3)
+            "rollout/response_len/mean": 4.0,
+            "rollout/response_len/median": 2.5,
+            "rollout/response_len/max": 10.0,
+            "rollout/response_len/min": 1.0,
+            "rollout/prompt_len/mean": 2.0,
+            "rollout/truncated_ratio": 0.25,
+            "rollout/repetition_frac": 0.25,
+            "rollout/reward_failures": 1.0,
+            "rollout/zero_std/ratio": 0.5,
+            "rollout/zero_std/count_1": 1.0,
+        }
+    )
+
+
+def test_metrics_do_not_depend_on_the_order_of_the_samples():
+    rng = random.Random(1)
+    samples = [sample(index // 4, rng.random(), length=rng.randrange(1, 99)) for index in range(64)]
+    shuffled = rng.sample(samples, len(samples))
+    metrics = [rollout_metrics(part, torch.tensor([one.reward for one in part])) for part in (samples, shuffled)]
+    assert metrics[0] == metrics[1]
+
+
+def test_a_rollout_without_samples_or_with_missing_rewards_is_refused():
+    with pytest.raises(ValueError, match="0 samples with 0 rewards"):
+        rollout_metrics([], [])
+    with pytest.raises(ValueError, match="1 samples with 2 rewards"):
+        rollout_metrics([sample(0, 1.0)], [1.0, 2.0])
+
+
+def test_filter_counts_are_named_by_reason():
+    assert dynamic_filter_metrics({"zero_std_1.0": 3}, 2) == {
+        "rollout/dynamic_filter/drop_zero_std_1.0": 3.0,
+        "rollout/dynamic_filter/carried_over": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("n", "passed", "k", "chance"), [(4, 1, 2, 0.5), (4, 0, 4, 0.0), (4, 4, 1, 1.0), (5, 2, 2, 0.7)]
+)
+def test_pass_at_k_equals_the_closed_form(n, passed, k, chance):
+    assert pass_at_k(n, passed, k) == pytest.approx(chance)
+
+
+def test_only_loops_count_as_repetition():
+    rng = random.Random(0)
+    words = ["sum", "of", "the", "angles", "is", "equal", "to", "half", "a", "circle", "so", "we", "get", "x", "=", "7"]
+    prose = " ".join(rng.choice(words) for _ in range(3000))
+    assert not is_repetitive(prose)
+    assert is_repetitive(prose + "wait, " * 3000)
+    assert is_repetitive("0" * 500)
+    assert not is_repetitive("0" * 50)
+
+
+def test_rewards_are_centred_and_scaled_within_their_group_wherever_the_samples_stand(make_args):
+    samples = [sample(7, 1.0), sample(3, 5.0), sample(7, 0.0), sample(3, 5.0), sample(7, 0.5)]
+    rewards = rewards_of(make_args(), samples)
+    assert rewards.raw.tolist() == [1.0, 5.0, 0.0, 5.0, 0.5]
+    # group 7: mean 0.5, unbiased deviation 0.5
+    assert rewards.normalized.tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0, 0.0], abs=1e-5)
+
+
+def test_the_two_normalisation_flags_are_followed(make_args):
+    samples = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5)]
+    centred = rewards_of(make_args(grpo_std_normalization=False), samples).normalized
+    assert centred.tolist() == pytest.approx([0.5, -0.5, 0.0])
+    raw = rewards_of(make_args(rewards_normalization=False), samples).normalized
+    assert raw.tolist() == [1.0, 0.0, 0.5]
+
+
+def test_the_reward_key_picks_the_entry(make_args):
+    samples = [sample(0, {"score": 1.0, "acc": 9}), sample(0, {"score": 0.0, "acc": 9})]
+    assert rewards_of(make_args(reward_key="score"), samples).raw.tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match="give --reward-key"):
+        rewards_of(make_args(), samples)
+
+
+def test_a_post_process_function_of_the_users_replaces_both(make_args, tmp_path, monkeypatch):
+    (tmp_path / "post_hooks.py").write_text(
+        "def double(args, samples):\n"
+        "    raw = [sample.reward for sample in samples]\n"
+        "    return raw, [2 * reward for reward in raw]\n"
+        "def short(args, samples):\n"
+        "    return [1.0], [1.0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    samples = [sample(0, 1.0), sample(0, 0.5)]
+    rewards = rewards_of(make_args(custom_reward_post_process_path="post_hooks.double"), samples)
+    assert rewards.raw.tolist() == [1.0, 0.5] and rewards.normalized.tolist() == [2.0, 1.0]
+    with pytest.raises(ValueError, match="return two lists of 2 numbers"):
+        rewards_of(make_args(custom_reward_post_process_path="post_hooks.short"), samples)
