@@ -80,7 +80,8 @@ def resolve(path: str, contract: type) -> Callable[..., Any]:
         raise HookError(f"{path!r} is not a dotted import path: write package.module.function")
     function = _attribute(_import_module(module_path), name)
     if not callable(function):
-        raise HookError(f"{path} is not a function but a {type(function).__name__}: {expectation(contract)}")
+        kind = type(function).__name__
+        raise HookError(f"{path} is not a function but a value of type {kind}: {expectation(contract)}")
     _check_call(path, function, contract)
     return function
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from slimrl.arguments.flag import Bounds
 from slimrl.arguments.namespace import EvalDataset
-from slimrl.arguments.problem import Problem
+from slimrl.arguments.problem import Problem, ended
 
 _FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
 _BOUNDS = {
@@ -38,7 +38,9 @@ def read_eval_config(config_path: str, problems: list[Problem]) -> list[dict[str
         entries = _entries(_read(Path(config_path)), complaints)
     except (OSError, ValueError) as error:
         complaints, entries = [str(error)], []
-    problems += [Problem("--eval-config", f"--eval-config {config_path}: {complaint}.") for complaint in complaints]
+    problems += [
+        Problem("--eval-config", ended(f"--eval-config {config_path}: {complaint}")) for complaint in complaints
+    ]
     return entries
 
 

@@ -35,6 +35,10 @@ def disagreements(args: Arguments, config: Mapping[str, Any]) -> list[Problem]:
             problems.append(
                 Problem(flag, f"{flag} is {given} and config.json says {key} {wanted}: give {flag} {wanted}.")
             )
+    if args.normalization != "RMSNorm":
+        flag, given = "--normalization", args.normalization
+        sentence = f"{flag} is {given} and config.json says an RMSNorm model: give {flag} RMSNorm."
+        problems.append(Problem(flag, sentence))
     for name, (flag, key, wanted) in _switches(config).items():
         if values[name] != wanted:
             # --disable-bias-linear sets its field to False: the flag is on where the field is off
@@ -64,7 +68,6 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         "rotary_base": ("rope_theta", _whole(rope.get("rope_theta", 10000))),
         "rotary_percent": ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)),
         "rope_scaling_factor": ("rope factor", rope.get("factor") if _is_llama3(rope) else None),
-        "normalization": ("an RMSNorm model, so", "RMSNorm"),
     }
 
 

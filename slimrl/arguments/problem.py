@@ -17,6 +17,11 @@ class Problem:
         return self.sentence
 
 
+def ended(text: str) -> str:
+    """`text` with a full stop, unless it ends with a question."""
+    return text if text.endswith("?") else text + "."
+
+
 def report(problems: Sequence[Problem], entry: str) -> str:
     """Every problem, numbered, as text for a terminal."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from slimrl import hooks
 from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.problem import Problem
+from slimrl.arguments.problem import Problem, ended
 from slimrl.arguments.rules.context import Context
 
 
@@ -34,5 +34,4 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
         try:
             hooks.resolve(path, contract)
         except hooks.HookError as error:
-            sentence = f"{door} {path}: {error}"
-            yield Problem(door.split(":")[0], sentence if sentence.endswith("?") else sentence + ".")
+            yield Problem(door.split(":")[0], ended(f"{door} {path}: {error}"))

@@ -36,7 +36,10 @@ def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
             f"--num-attention-heads {heads} does not divide by --num-query-groups {groups}: choose a divisor.",
         )
     if args.kv_channels is not None and args.kv_channels % 2:
-        yield Problem("--kv-channels", f"--kv-channels {args.kv_channels} is odd and rotary channels come in pairs.")
+        yield Problem(
+            "--kv-channels",
+            f"--kv-channels {args.kv_channels} is odd and rotary channels come in pairs: give an even number.",
+        )
     if args.vocab_size and args.padded_vocab_size and args.padded_vocab_size < args.vocab_size:
         yield Problem(
             "--padded-vocab-size",

@@ -1,0 +1,172 @@
+"""A hook path leads to a function that keeps its contract, or to a sentence that says what is expected."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+
+from slimrl import hooks
+
+SOURCE = """
+import functools
+
+async def judge(args, sample, **kwargs):
+    return 1.0
+
+async def judge_strict(args, sample):
+    return 1.0
+
+async def judge_three(args, sample, extra):
+    return 1.0
+
+def judge_sync(args, sample):
+    return 1.0
+
+async def generate(args, sample, sampling_params, evaluation=False):
+    return sample
+
+async def generate_short(args, sample):
+    return sample
+
+def rollout(args, rollout_id, data_source, evaluation=False):
+    return []
+
+def rollout_blind(args, rollout_id, data_source):
+    return []
+
+def keep(args, samples, **kwargs):
+    return True
+
+async def keep_async(args, samples):
+    return True
+
+def post_process(args, samples):
+    return [], []
+
+class Judge:
+    async def __call__(self, args, sample):
+        return 1.0
+
+judge_object = Judge()
+judge_partial = functools.partial(judge, weight=2)
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "slimrl_hooks_under_test.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("slimrl_hooks_under_test", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "contract"),
+    [
+        ("judge", hooks.CustomReward),
+        ("judge_strict", hooks.CustomReward),
+        ("judge_object", hooks.CustomReward),
+        ("judge_partial", hooks.CustomReward),
+        ("generate", hooks.CustomGenerate),
+        ("rollout", hooks.RolloutFunction),
+        ("keep", hooks.DynamicSamplingFilter),
+        ("post_process", hooks.RewardPostProcess),
+    ],
+)
+def test_functions_that_keep_their_contract_are_found(name, contract):
+    function = hooks.resolve(f"slimrl_hooks_under_test.{name}", contract)
+    assert function is vars(sys.modules["slimrl_hooks_under_test"])[name]
+
+
+NOT_A_PATH = "is not a dotted import path: write package.module.function"
+NO_MODULE = "check the spelling, or start from the folder that holds it"
+NOT_CALLABLE = "cannot be called as needed"
+
+
+@pytest.mark.parametrize(
+    ("path", "contract", "sentence"),
+    [
+        ("judge", hooks.CustomReward, f"'judge' {NOT_A_PATH}"),
+        ("rewards.py:judge", hooks.CustomReward, f"'rewards.py:judge' {NOT_A_PATH}"),
+        ("slimrl_nowhere.judge", hooks.CustomReward, f"there is no module slimrl_nowhere: {NO_MODULE}"),
+        ("slimrl.nowhere.deep.judge", hooks.CustomReward, f"there is no module slimrl.nowhere: {NO_MODULE}"),
+        ("MODULE.juge", hooks.CustomReward, "module MODULE has no juge: did you mean judge?"),
+        ("MODULE.zzz", hooks.CustomReward, "module MODULE has no zzz: check the spelling"),
+        (
+            "MODULE.number",
+            hooks.CustomReward,
+            "MODULE.number is not a function but a value of type int: expected is async f(args, sample)",
+        ),
+        (
+            "MODULE.judge_sync",
+            hooks.CustomReward,
+            "MODULE.judge_sync is not async: expected is async f(args, sample)",
+        ),
+        (
+            "MODULE.judge_three",
+            hooks.CustomReward,
+            f"MODULE.judge_three(args, sample, extra) {NOT_CALLABLE} (missing a required argument: 'extra'): expected"
+            " is async f(args, sample)",
+        ),
+        (
+            "MODULE.generate_short",
+            hooks.CustomGenerate,
+            f"MODULE.generate_short(args, sample) {NOT_CALLABLE} (too many positional arguments): expected is async"
+            " f(args, sample, sampling_params)",
+        ),
+        (
+            "MODULE.rollout_blind",
+            hooks.RolloutFunction,
+            f"MODULE.rollout_blind(args, rollout_id, data_source) {NOT_CALLABLE} (got an unexpected keyword argument"
+            " 'evaluation'): expected is f(args, rollout_id, data_source, evaluation=...)",
+        ),
+        (
+            "MODULE.keep_async",
+            hooks.DynamicSamplingFilter,
+            "MODULE.keep_async is async: expected is f(args, samples)",
+        ),
+    ],
+)
+def test_functions_that_do_not_are_refused_with_what_is_expected(path, contract, sentence):
+    with pytest.raises(hooks.HookError) as error:
+        hooks.resolve(path.replace("MODULE", "slimrl_hooks_under_test"), contract)
+    assert str(error.value).replace("slimrl_hooks_under_test", "MODULE") == sentence
+
+
+def test_a_module_that_fails_on_import_is_told_from_one_that_is_not_there(tmp_path):
+    (tmp_path / "slimrl_needs_more.py").write_text("import slimrl_not_installed\n")
+    (tmp_path / "slimrl_broken.py").write_text("1 / 0\n")
+    with pytest.raises(hooks.HookError, match="itself cannot be imported .No module named 'slimrl_not_installed'."):
+        hooks.resolve("slimrl_needs_more.judge", hooks.CustomReward)
+    with pytest.raises(hooks.HookError, match="itself cannot be imported .ZeroDivisionError: division by zero."):
+        hooks.resolve("slimrl_broken.judge", hooks.CustomReward)
+
+
+def test_the_folder_the_user_stands_in_is_importable(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "slimrl_local_rewards.py").write_text("async def judge(args, sample): return 1.0\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert callable(hooks.resolve("slimrl_local_rewards.judge", hooks.CustomReward))
+
+
+def test_slimes_paths_lead_to_slimrl():
+    assert hooks.own_path("slime.rollout.rm_hub.async_rm") == "slimrl.rollout.rm_hub.async_rm"
+    assert hooks.own_path("slimer.rollout.x") == "slimer.rollout.x"
+    with pytest.raises(hooks.HookError, match="module slimrl.hooks has no nothing"):
+        hooks.resolve("slime.hooks.nothing", hooks.CustomReward)
+
+
+def test_a_keyword_is_passed_only_to_functions_that_take_it():
+    def plain(args, sample): ...
+
+    def named(args, sample, evaluation=False): ...
+
+    def anything(args, **kwargs): ...
+
+    assert [hooks.accepts_keyword(f, "evaluation") for f in (plain, named, anything)] == [False, True, True]
+    assert hooks.accepts_keyword(functools.partial(named, 1), "evaluation")
