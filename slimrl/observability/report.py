@@ -69,22 +69,18 @@ def print_chart(summary: dict[str, Any], console: Console) -> None:
 
 def save_png(summary: dict[str, Any], path: str | Path) -> None:
     """The reward per step with its running mean, and the evaluations, as a picture of 1600 x 900 pixels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     steps, rewards = _rewards(summary)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=200, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
+    axes = figure.subplots()
     axes.plot(steps, rewards, color="#9db7d5", linewidth=1.2, marker=".", markersize=4, label="reward of the rollout")
     if len(steps) >= _MIN_POINTS_FOR_TREND:
         axes.plot(steps, _running_mean(rewards), color="#1f4e8c", linewidth=2.2, label="running mean")
     eval_steps, scores = _evaluations(summary)
     if eval_steps:
-        axes.plot(
-            eval_steps, scores, "D", color="#d1495b", markersize=7, label="greedy evaluation", zorder=3, clip_on=False
-        )
+        axes.plot(eval_steps, scores, "D", color="#d1495b", markersize=7, label="evaluation", zorder=3, clip_on=False)
         for step, score in zip(eval_steps, scores, strict=True):
             axes.annotate(
                 f"{score:.2f}", (step, score), xytext=(0, -16), textcoords="offset points", ha="center", color="#d1495b"
@@ -93,12 +89,12 @@ def save_png(summary: dict[str, Any], path: str | Path) -> None:
     axes.set_xlabel("training step")
     axes.set_ylabel("mean reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(y=0.12)  # room for the numbers below the diamonds
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    pyplot.close(figure)
 
 
 def _rewards(summary: dict[str, Any]) -> tuple[list[int], list[float]]:

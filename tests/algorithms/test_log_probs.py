@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimrl.algorithms.log_probs import vocab_parallel_log_probs
 
@@ -156,6 +157,35 @@ def test_the_softmax_is_not_kept_for_backward():
         vocab_parallel_log_probs(logits, torch.zeros(16, dtype=torch.int64), vocab_size=32, group=None)
     matrices = [tensor for tensor in kept if tensor.dim() == 2]
     assert [tensor.data_ptr() for tensor in matrices] == [logits.data_ptr()]
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the storage (address, bytes) of the result of every operation below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[tuple[int, int]] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            storage = result.untyped_storage()
+            self.storages.add((storage.data_ptr(), storage.nbytes()))
+        return result
+
+
+def test_chunks_bound_the_memory_forward_and_backward():
+    logits = torch.zeros(64, 512, requires_grad=True)
+    targets = torch.zeros(64, dtype=torch.int64)
+    chunk_bytes = 4 * 512 * 4
+    with Allocations() as forward:
+        log_probs, entropy = vocab_parallel_log_probs(logits, targets, vocab_size=500, group=None, chunk_size=4)
+    large = {address for address, size in forward.storages if size > chunk_bytes}
+    assert large <= {logits.data_ptr()}
+    with Allocations() as backward:
+        (gradient,) = torch.autograd.grad((log_probs + entropy).sum(), logits)
+    large = {address for address, size in backward.storages if size > chunk_bytes}
+    assert large <= {logits.data_ptr(), gradient.data_ptr()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""Rollout dumps: bit-exact round trip, readable lines, and refusals."""
+
+import json
+import math
+import random
+
+import numpy
+import pytest
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.observability import show
+from slimrl.observability.dump import dump_path, load_rollout, read_dump, save_rollout
+
+
+def make_samples() -> list[Sample]:
+    rng = random.Random(0)
+    return [
+        Sample(
+            prompt=[{"role": "user", "content": f"what is {index} + 1?"}],
+            group_index=index // 2,
+            index=index,
+            label=str(index + 1),
+            tokens=[rng.randint(0, 150_000) for _ in range(9)],
+            response=f"it is [{index + 1}] …",
+            response_length=4,
+            loss_mask=[1, 1, 0, 1],
+            rollout_log_probs=[-rng.random() * 1e-3 for _ in range(4)],
+            weight_versions=["3", "4"],
+            reward={"accuracy": 1.0} if index % 2 else 0.25,
+            status=SampleStatus.TRUNCATED if index == 1 else SampleStatus.COMPLETED,
+            remove_sample=index == 2,
+            metadata={"nested": {"level": 2}, "none": None},
+        )
+        for index in range(4)
+    ]
+
+
+def test_samples_come_back_equal_in_every_bit(tmp_path):
+    template = str(tmp_path / "dumps" / "rollout_{rollout_id}.jsonl")
+    path = save_rollout(template, 7, make_samples(), metrics={"rollout/raw_reward": 0.5})
+    header, samples = load_rollout(template, 7)
+    assert path == tmp_path / "dumps" / "rollout_7.jsonl"
+    assert samples == make_samples()
+    assert header["rollout_id"] == 7
+    assert header["metrics"] == {"rollout/raw_reward": 0.5}
+
+
+def test_every_line_is_json_for_other_tools(tmp_path):
+    path = save_rollout(str(tmp_path / "{rollout_id}"), 0, make_samples())
+    header, *samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert header["samples"] == 4
+    assert [sample["response"] for sample in samples] == ["it is [1] …", "it is [2] …", "it is [3] …", "it is [4] …"]
+
+
+def test_an_evaluation_has_a_name_of_its_own(tmp_path):
+    template = str(tmp_path / "{rollout_id}.jsonl")
+    assert save_rollout(template, 3, make_samples(), evaluation=True).name == "eval_3.jsonl"
+    assert load_rollout(template, 3, evaluation=True).header["evaluation"] is True
+
+
+def test_a_repeated_rollout_replaces_the_file_and_leaves_no_other(tmp_path):
+    template = str(tmp_path / "{rollout_id}.jsonl")
+    save_rollout(template, 0, make_samples())
+    save_rollout(template, 0, make_samples()[:1])
+    assert len(load_rollout(template, 0).samples) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["0.jsonl"]
+
+
+def test_array_values_in_the_metadata_become_lists(tmp_path):
+    template = str(tmp_path / "{rollout_id}")
+    sample = Sample(prompt="p", index=0, metadata={"array": numpy.arange(3), "scalar": numpy.float32(0.5)})
+    save_rollout(template, 0, [sample])
+    assert load_rollout(template, 0).samples[0].metadata == {"array": [0, 1, 2], "scalar": 0.5}
+
+
+def test_a_nan_log_probability_survives(tmp_path):
+    template = str(tmp_path / "{rollout_id}")
+    save_rollout(template, 0, [Sample(prompt="p", rollout_log_probs=[math.nan, -math.inf])])
+    log_probs = load_rollout(template, 0).samples[0].rollout_log_probs
+    assert math.isnan(log_probs[0])
+    assert log_probs[1] == -math.inf
+
+
+def test_what_json_cannot_hold_is_refused_by_sample_and_an_earlier_dump_stays(tmp_path):
+    template = str(tmp_path / "{rollout_id}")
+    save_rollout(template, 0, make_samples())
+    with pytest.raises(TypeError, match="sample 5 cannot be written to a rollout dump: a object is no JSON value"):
+        save_rollout(template, 0, [Sample(prompt="p", index=5, metadata={"x": object()})])
+    assert len(load_rollout(template, 0).samples) == 4
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_template_without_a_place_for_the_number_is_refused():
+    with pytest.raises(ValueError, match="'out.jsonl' has no {rollout_id}"):
+        dump_path("out.jsonl", 0)
+
+
+def test_missing_foreign_and_cut_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no rollout dump .*5.jsonl"):
+        load_rollout(str(tmp_path / "{rollout_id}.jsonl"), 5)
+    foreign = tmp_path / "foreign.jsonl"
+    for content in ("", "[1]\n", '{"prompt": 1}\n', "PK\n"):
+        foreign.write_text(content)
+        with pytest.raises(ValueError, match="foreign.jsonl is no rollout dump"):
+            read_dump(foreign)
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, make_samples())
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ValueError, match="holds 3 samples and its header says 4: it was cut off"):
+        read_dump(path)
+
+
+def test_show_prints_a_table_and_the_chosen_samples_word_for_word(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 12, make_samples())
+    assert show.main([str(path), "--sample", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "rollout 12: 4 samples" in printed
+    assert "completed (removed)" in printed
+    assert "it is [2] …" in printed, "square brackets are text, not markup"
+    assert "[user] what is 1 + 1?" in printed
+    assert "it is [3]" not in printed
+
+
+def test_show_refuses_what_it_cannot_find(tmp_path, capsys):
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, make_samples())
+    assert show.main([str(path), "--sample", "9"]) == 2
+    assert capsys.readouterr().err == "no sample 9 in this dump: it has 0, 1, 2, 3\n"
+    assert show.main([str(tmp_path / "none")]) == 2

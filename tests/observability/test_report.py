@@ -1,0 +1,86 @@
+"""The report of a run: numbers in the table, points in the charts, a picture in the file."""
+
+import pytest
+
+from slimrl.observability import report
+from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.text_chart import text_chart
+
+
+class Result:
+    def __init__(self, mean_reward: float) -> None:
+        self.mean_reward = mean_reward
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    with RunLog(tmp_path / "demo", versions={}, use_tensorboard=False) as log:
+        log.evaluation("before", 0, {"addition": Result(0.4375)})
+        for step in range(12):
+            seconds = {"generate": 2.0, "train": 0.5, "update_weights": 0.25, "total": 3.0}
+            train = [{"train_rollout_logprob_abs_diff_max": 2e-6}]
+            log.step(StepRecord(step, str(step), {"rollout/raw_reward": 0.5 + step / 24}, train, seconds))
+        log.evaluation("after", 12, {"addition": Result(0.9375)})
+    return tmp_path / "demo"
+
+
+def test_the_report_shows_results_seconds_and_places(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert report.main([str(run_dir)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["run", "demo:", "12", "steps,", "completed"] in lines
+    assert ["evaluation", "addition", "0.438", "0.938"] in lines
+    assert ["reward", "of", "the", "rollouts", "(first,", "last)", "0.500", "0.958"] in lines
+    assert ["largest", "|train", "-", "rollout", "logprob|", "2.0e-06"] in lines
+    assert ["generate", "2.00", "24.0"] in lines
+    assert ["total", "3.00", "36.0"] in lines
+    assert ["run", str(run_dir)] in lines
+
+
+def test_the_picture_is_a_png_of_the_promised_size(run_dir, tmp_path):
+    picture = tmp_path / "new" / "reward.png"
+    assert report.main([str(run_dir / "summary.json"), "--png", str(picture)]) == 0
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1600, 900)
+
+
+def test_a_run_without_steps_or_evaluations_can_be_reported(tmp_path, capsys):
+    with RunLog(tmp_path, versions={}, use_tensorboard=False):
+        pass
+    assert report.main([str(tmp_path)]) == 0
+    assert "0 steps, completed" in capsys.readouterr().out
+
+
+def test_a_missing_or_foreign_file_is_one_sentence(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("there is no summary")
+    (tmp_path / "summary.json").write_text("{}")
+    assert report.main([str(tmp_path)]) == 2
+    assert "is no summary of schema version 1" in capsys.readouterr().err
+
+
+def test_the_text_chart_draws_a_rising_line_from_bottom_left_to_top_right():
+    rows = text_chart([(0, 0.0), (10, 1.0)], width=29, height=5).splitlines()
+    assert len(rows) == 7
+    assert [len(row) for row in rows[:5]] == sorted((len(row) for row in rows[:5]), reverse=True)
+    assert rows[0].startswith("      1 ┤")
+    assert rows[4].startswith("      0 ┤⣀")
+    assert rows[6].split() == ["0", "10"]
+
+
+def test_marks_stand_on_top_of_the_line_at_their_place():
+    rows = text_chart([(0, 0.0), (10, 1.0)], [(0, 1.0), (10, 0.0)], width=29, height=5, mark="x").splitlines()
+    assert rows[0][9] == "x"
+    assert rows[4][-1] == "x"
+    assert all(len(row) <= 29 for row in rows)
+
+
+def test_flat_single_and_empty_lines_are_drawn_without_fail():
+    assert text_chart([]) == ""
+    for line in ([(3, 0.5)], [(0, 0.5), (5, 0.5)]):
+        rows = text_chart(line, height=5).splitlines()[:5]
+        assert [any("⠀" < character <= "⣿" for character in row) for row in rows] == [False, False, True, False, False]

@@ -1,0 +1,287 @@
+"""A run's summary, scalars and log lines: content, atomicity, resume, and what happens to an earlier run."""
+
+import dataclasses
+import json
+import logging
+import math
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.summary import load_summary
+
+
+@dataclasses.dataclass
+class Result:
+    mean_reward: float
+
+    def metrics(self) -> dict[str, float]:
+        return {"eval/addition": self.mean_reward, "eval/addition-truncated_ratio": 0.0}
+
+
+def open_log(run_dir, **options) -> RunLog:
+    return RunLog(run_dir, **{"versions": {"slimrl": "0.1.0"}, "use_tensorboard": False, **options})
+
+
+def record(step: int, **changes) -> StepRecord:
+    defaults = {
+        "step": step,
+        "weight_version": str(step),
+        "rollout": {"rollout/raw_reward": 0.5 + step / 100, "rollout/response_len/mean": 7.0},
+        "train": [
+            {
+                "loss": -0.25,
+                "grad_norm": 0.4123,
+                "kl_loss": 0.0003,
+                "train_rollout_logprob_abs_diff_mean": 4e-7,
+                "train_rollout_logprob_abs_diff_max": 3e-6,
+                "tokens": 200.0,
+            }
+        ],
+        "seconds": {"generate": 1.24, "train": 0.4, "update_weights": 0.1, "total": 1.8},
+    }
+    return StepRecord(**{**defaults, **changes})
+
+
+def write_run(run_dir, steps, **options) -> dict:
+    with open_log(run_dir, **options) as log:
+        log.evaluation("before", steps[0], {"addition": Result(0.4)})
+        for step in steps:
+            log.step(record(step))
+        log.evaluation("after", steps[-1] + 1, {"addition": Result(0.9)})
+    return load_summary(run_dir)
+
+
+def steps_of(summary: dict) -> list[int]:
+    return [step["step"] for step in summary["steps"]]
+
+
+def test_the_summary_holds_what_the_schema_promises(tmp_path):
+    summary = write_run(tmp_path / "first", [0, 1], paths={"checkpoints": "/somewhere"})
+    assert summary["schema_version"] == 1
+    assert (summary["status"], summary["error"]) == ("completed", None)
+    assert summary["run"]["name"] == "first"
+    assert summary["versions"] == {"slimrl": "0.1.0"}
+    assert summary["paths"] == {
+        "run": str(tmp_path / "first"),
+        "logs": str(tmp_path / "first" / "logs"),
+        "checkpoints": "/somewhere",
+    }
+    assert summary["eval"] == {
+        "before": 0.4,
+        "after": 0.9,
+        "datasets": {"addition": {"before": 0.4, "after": 0.9}},
+        "history": [
+            {"step": 0, "when": "before", "scores": {"addition": 0.4}},
+            {"step": 2, "when": "after", "scores": {"addition": 0.9}},
+        ],
+    }
+    assert summary["steps"][1] == {
+        "step": 1,
+        "reward": 0.51,
+        "train_rollout_logprob_abs_diff_mean": 4e-7,
+        "train_rollout_logprob_abs_diff_max": 3e-6,
+        "weight_version": "1",
+        "seconds": {"generate": 1.24, "train": 0.4, "update_weights": 0.1, "total": 1.8},
+        "rollout/response_len/mean": 7.0,
+        "loss": -0.25,
+        "grad_norm": 0.4123,
+        "kl_loss": 0.0003,
+        "tokens": 200.0,
+        "optimizer_steps": 1,
+    }
+
+
+def test_one_step_is_one_line_of_the_file(tmp_path):
+    write_run(tmp_path, list(range(5)))
+    lines = (tmp_path / "summary.json").read_text().splitlines()
+    assert sum(line.startswith('    {"step": ') for line in lines) == 5
+
+
+def test_the_file_is_whole_after_every_report_and_no_other_file_is_left(tmp_path):
+    with open_log(tmp_path) as log:
+        for step in range(3):
+            log.step(record(step))
+            summary = json.loads((tmp_path / "summary.json").read_text())
+            assert steps_of(summary) == list(range(step + 1))
+            assert summary["status"] == "running"
+            assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_log_line_says_what_matters(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "slimrl"):
+        logging.getLogger("slimrl").propagate = True
+        write_run(tmp_path, [12])
+    assert [entry.message for entry in caplog.records] == [
+        "evaluation after 12 steps | addition 0.4",
+        "step 12 | reward 0.62 | loss -0.25 | grad 0.412 | kl 0.0003 | logprob diff 4e-07"
+        " | generate 1.2s train 0.4s push 0.1s total 1.8s | version 12",
+        "evaluation after 13 steps | addition 0.9",
+    ]
+
+
+def test_phases_that_did_not_happen_count_zero_and_others_are_kept(tmp_path):
+    with open_log(tmp_path) as log:
+        log.step(record(0, seconds={"train": 1.0, "total": 2.0, "save": 0.5}))
+    assert load_summary(tmp_path)["steps"][0]["seconds"] == {
+        "generate": 0.0,
+        "train": 1.0,
+        "update_weights": 0.0,
+        "total": 2.0,
+        "save": 0.5,
+    }
+
+
+def test_several_optimizer_steps_are_combined_and_kept(tmp_path):
+    train = [{"loss": 1.0, "lr": 1e-6}, {"loss": 3.0, "lr": 2e-6}]
+    with open_log(tmp_path) as log:
+        log.step(record(0, train=train))
+    step = load_summary(tmp_path)["steps"][0]
+    assert (step["loss"], step["lr"], step["optimizer_steps"]) == (2.0, 2e-6, 2)
+    assert step["by_optimizer_step"] == train
+
+
+def test_numbers_that_json_cannot_hold_become_null(tmp_path):
+    with open_log(tmp_path) as log:
+        log.step(record(0, train=[{"loss": math.nan, "grad_norm": math.inf}]))
+        log.evaluation(1, 1, {"addition": Result(math.nan)})
+    step = load_summary(tmp_path)["steps"][0]
+    assert step["loss"] is None
+    assert step["grad_norm"] is None
+    assert step["train_rollout_logprob_abs_diff_mean"] is None
+
+
+def test_several_data_sets_are_averaged_and_kept_apart(tmp_path):
+    with open_log(tmp_path) as log:
+        log.evaluation("before", 0, {"easy": Result(0.8), "hard": Result(0.2)})
+    evaluation = load_summary(tmp_path)["eval"]
+    assert evaluation["before"] == pytest.approx(0.5)
+    assert evaluation["after"] is None
+    assert evaluation["datasets"]["hard"] == {"before": 0.2, "after": None}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), "interrupted", None),
+        (RuntimeError("server 1 died"), "failed", "RuntimeError: server 1 died"),
+    ],
+)
+def test_how_a_run_ended_is_recorded(tmp_path, error, status, message):
+    with pytest.raises(type(error)), open_log(tmp_path) as log:
+        log.step(record(0))
+        raise error
+    summary = load_summary(tmp_path)
+    assert (summary["status"], summary["error"]) == (status, message)
+    assert summary["run"]["ended"] >= summary["run"]["started"]
+
+
+def test_a_resumed_run_keeps_earlier_steps_and_repeats_later_ones(tmp_path):
+    first = write_run(tmp_path, [0, 1, 2])
+    with open_log(tmp_path) as log:
+        log.evaluation("before", 2, {"addition": Result(0.6)})
+        log.step(record(2, weight_version="again"))
+        log.step(record(3))
+        log.evaluation("after", 4, {"addition": Result(0.95)})
+    summary = load_summary(tmp_path)
+    assert steps_of(summary) == [0, 1, 2, 3]
+    assert summary["steps"][:2] == first["steps"][:2]
+    assert summary["steps"][2]["weight_version"] == "again"
+    assert summary["run"]["resumed_at"] == [2]
+    assert summary["run"]["started"] == first["run"]["started"]
+    assert (summary["eval"]["before"], summary["eval"]["after"]) == (0.4, 0.95)
+    assert [(entry["step"], entry["when"]) for entry in summary["eval"]["history"]] == [
+        (0, "before"),
+        (2, "between"),
+        (4, "after"),
+    ]
+    # step 2 was dropped, so the summary that held it is kept beside
+    assert steps_of(load_summary(tmp_path / "summary.1.json")) == [0, 1, 2]
+
+
+def test_a_finished_run_can_be_prolonged(tmp_path):
+    write_run(tmp_path, [0, 1])
+    summary = write_run(tmp_path, [2, 3])
+    assert steps_of(summary) == [0, 1, 2, 3]
+    assert [(entry["step"], entry["when"]) for entry in summary["eval"]["history"]] == [
+        (0, "before"),
+        (2, "between"),
+        (4, "after"),
+    ]
+    assert summary["eval"]["history"][1]["scores"] == {"addition": 0.4}, "evaluated again when it went on"
+    assert not (tmp_path / "summary.1.json").exists(), "nothing was dropped"
+
+
+def test_a_new_run_in_the_same_folder_keeps_the_old_summaries(tmp_path):
+    for _ in range(3):
+        write_run(tmp_path, [0, 1])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["summary.1.json", "summary.2.json", "summary.json"]
+
+
+def test_a_broken_summary_is_put_aside_not_lost(tmp_path):
+    (tmp_path / "summary.json").write_text('{"schema_version": 1, "st')
+    assert steps_of(write_run(tmp_path, [5])) == [5]
+    assert (tmp_path / "summary.1.json").read_text() == '{"schema_version": 1, "st'
+
+
+def test_a_run_that_fails_to_start_leaves_the_earlier_summary_alone(tmp_path):
+    before = write_run(tmp_path, [0, 1])
+    with pytest.raises(RuntimeError), open_log(tmp_path):
+        raise RuntimeError("no server came up")
+    assert load_summary(tmp_path) == before
+
+
+def test_a_first_run_that_fails_to_start_says_so(tmp_path):
+    with pytest.raises(RuntimeError), open_log(tmp_path):
+        raise RuntimeError("no server came up")
+    assert load_summary(tmp_path)["error"] == "RuntimeError: no server came up"
+
+
+def test_a_step_without_a_reward_is_an_error(tmp_path):
+    with pytest.raises(KeyError, match="rollout/raw_reward"), open_log(tmp_path) as log:
+        log.step(record(0, rollout={}))
+
+
+def test_tensorboard_gets_every_scalar_at_its_step(tmp_path):
+    write_run(tmp_path, [0, 1], use_tensorboard=True)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    values = {
+        name: [(point.step, pytest.approx(point.value)) for point in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+    assert values["rollout/raw_reward"] == [(0, 0.5), (1, 0.51)]
+    assert values["train/loss"] == [(0, -0.25), (1, -0.25)]
+    assert values["eval/addition"] == [(0, 0.4), (2, 0.9)]
+    assert values["perf/generate_time"] == [(0, 1.24), (1, 1.24)]
+    assert values["perf/train_tokens_per_second"] == [(0, 500.0), (1, 500.0)]
+
+
+def test_tensorboard_hides_the_points_that_a_resumed_run_repeats(tmp_path):
+    with open_log(tmp_path, use_tensorboard=True) as log:
+        for step in range(3):
+            log.log({"train/loss": 1.0}, step)
+    with open_log(tmp_path, use_tensorboard=True) as log:
+        for step in (1, 2, 3):
+            log.log({"train/loss": 2.0}, step)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(0, 1), (1, 2), (2, 2), (3, 2)]
+
+
+def test_the_flags_of_a_run_say_where_things_lie(tmp_path):
+    args = Arguments()
+    args.run_dir = str(tmp_path / "named")
+    args.hf_checkpoint, args.save, args.load = "/models/tiny", "/checkpoints", None
+    with RunLog.open(args, {}) as log:
+        log.step(record(0))
+    summary = load_summary(tmp_path / "named")
+    assert summary["run"]["name"] == "named"
+    assert summary["paths"]["hf_checkpoint"] == "/models/tiny"
+    assert summary["paths"]["checkpoints"] == "/checkpoints"
+    assert "load" not in summary["paths"]
