@@ -39,7 +39,7 @@ class _Flight:
 
 
 class RolloutGenerator:
-    """Generates rollouts and evaluations; close it when done."""
+    """Generates rollouts and evaluations, one at a time: a second call waits for the first. Close it when done."""
 
     def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient) -> None:
         self._args = args
@@ -55,6 +55,7 @@ class RolloutGenerator:
         path = own_path(args.rollout_function_path)
         self._function = None if path == DEFAULT_ROLLOUT_FUNCTION else resolve(path, RolloutFunction)
         self._expected = 0
+        self._turn = asyncio.Lock()  # a full batch aborts whatever is in flight, which must be nobody else's
 
     def progress(self) -> tuple[int, int]:
         """Finished and expected samples of the generation that runs now, or ran last."""
@@ -62,20 +63,22 @@ class RolloutGenerator:
 
     async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""
-        if self._function is None:
-            return await self.builtin_rollout(rollout_id, data_source)
-        returned = await call_rollout_function(
-            self._function, self._args, rollout_id, data_source, evaluation=False, generator=self
-        )
+        async with self._turn:
+            if self._function is None:
+                return await self.builtin_rollout(rollout_id, data_source)
+            returned = await call_rollout_function(
+                self._function, self._args, rollout_id, data_source, evaluation=False, generator=self
+            )
         return rollout_output(returned, self._args.rollout_function_path)
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
         """Every evaluation set by name, by `--rollout-function-path` likewise."""
-        if self._function is None:
-            return await self.builtin_evaluation(rollout_id)
-        returned = await call_rollout_function(
-            self._function, self._args, rollout_id, None, evaluation=True, generator=self
-        )
+        async with self._turn:
+            if self._function is None:
+                return await self.builtin_evaluation(rollout_id)
+            returned = await call_rollout_function(
+                self._function, self._args, rollout_id, None, evaluation=True, generator=self
+            )
         return eval_results(returned, self._args.rollout_function_path)
 
     async def builtin_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:

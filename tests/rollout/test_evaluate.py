@@ -127,3 +127,22 @@ def test_rewards_that_are_dicts_need_a_key(evaluate, make_eval_dataset, tmp_path
     assert evaluate([dataset])[0]["sums"].mean_reward == 0.25
     with pytest.raises(ValueError, match="the reward is a dict with keys"):
         evaluate([make_eval_dataset(custom_rm_path="eval_hooks.judge")])
+
+
+def test_a_custom_rollout_function_evaluates_too(evaluate, make_eval_dataset, tmp_path, monkeypatch):
+    (tmp_path / "whole_hooks.py").write_text(
+        "from slimrl.rollout.sglang_rollout import generate_rollout\n"
+        "def built_in(args, rollout_id, data_source, *, evaluation, generator=None):\n"
+        "    return generate_rollout(args, rollout_id, data_source, evaluation=evaluation, generator=generator)\n"
+        "def own(args, rollout_id, data_source, *, evaluation):\n"
+        "    return {'mine': {'rewards': [1.0, 0.0], 'samples': []}}\n"
+        "def nothing(args, rollout_id, data_source, *, evaluation):\n"
+        "    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    built_in = evaluate([make_eval_dataset()], rollout_function_path="whole_hooks.built_in")[0]
+    assert built_in["sums"].mean_reward == 1.0
+    own = evaluate([make_eval_dataset()], rollout_function_path="whole_hooks.own")[0]
+    assert own["mine"].mean_reward == 0.5
+    with pytest.raises(TypeError, match="whole_hooks.nothing returned NoneType with evaluation=True"):
+        evaluate([make_eval_dataset()], rollout_function_path="whole_hooks.nothing")

@@ -207,6 +207,22 @@ def test_progress_counts_samples(make_args, tokenizer, fake_engine):
     asyncio.run(main())
 
 
+def test_a_second_generation_waits_for_the_first(make_args, make_eval_dataset, tokenizer, fake_engine):
+    args = make_args(eval_datasets=[make_eval_dataset()])
+    engine = fake_engine(delay=lambda prompt, call: 0.02)
+
+    async def main():
+        generator = RolloutGenerator(args, tokenizer, engine)
+        rollout = asyncio.create_task(generator.generate_rollout(0, RolloutDataSource(args, tokenizer)))
+        evaluation = asyncio.create_task(generator.evaluate(0))
+        await rollout
+        assert len(engine.requests) == 8
+        assert len((await evaluation)["sums"].samples) == 12
+        generator.close()
+
+    asyncio.run(main())
+
+
 def test_a_custom_generate_function_replaces_the_engine(roll, hooks):
     (output,), engine, _ = roll(custom_generate_function_path=f"{hooks}.generate")
     assert engine.requests == []
