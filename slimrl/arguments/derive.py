@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from slimrl.arguments.namespace import Arguments
+from slimrl.hooks import own_path
 
 
 def derive(args: Arguments) -> None:
@@ -19,6 +20,7 @@ def derive(args: Arguments) -> None:
     _layout(args)
     _batch(args)
     _lengths(args)
+    args.rollout_function_path = own_path(args.rollout_function_path)
     _names(args)
     _notes(args)
 

@@ -94,7 +94,6 @@ def _switches(config: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
         ),
         "add_bias_linear": ("--disable-bias-linear", "no bias in its linear layers", False),
         "rotary_interleaved": ("--rotary-interleaved", f"model_type {model_type!r}", False),
-        "apply_layernorm_1p": ("--apply-layernorm-1p", f"model_type {model_type!r}", False),
         "use_rope_scaling": (
             "--use-rope-scaling",
             "llama3 rope scaling" if scaled else "no llama3 rope scaling",

@@ -23,7 +23,7 @@ def test_an_absent_or_empty_load_is_a_fresh_start(recipe):
     assert sentences(recipe.line()) == []
     (recipe.dir / "ckpt").mkdir()
     assert sentences(recipe.line()) == []
-    (recipe.dir / "ckpt" / ".tmp-iter_0000001").mkdir()
+    (recipe.dir / "ckpt" / "iter_0000001.tmp").mkdir()  # a first save that was cut off
     assert sentences(recipe.line()) == []
 
 
@@ -67,9 +67,11 @@ def test_a_load_one_level_too_high_or_too_deep_says_which_to_give(recipe):
         f"--load {recipe.dir}/runs holds no checkpoint itself, its folder a does: give {recipe.dir}/runs/a."
     ]
     assert sentences(recipe.line("--load {dir}/runs/a/iter_0000001")) == [
-        f"--load {recipe.dir}/runs/a/iter_0000001 is one iteration of a checkpoint: give its parent folder"
-        f" {recipe.dir}/runs/a."
+        f"--load {recipe.dir}/runs/a/iter_0000001 is one iteration of a checkpoint without its metadata.json: give its"
+        f" parent folder {recipe.dir}/runs/a."
     ]
+    (recipe.dir / "runs" / "a" / "iter_0000001" / "metadata.json").touch()
+    assert sentences(recipe.line("--load {dir}/runs/a/iter_0000001")) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from slimrl.arguments import read_args
+from slimrl.arguments.groups.reward import RM_TYPES
 from slimrl.arguments.problem import ended
+from slimrl.rollout.rm_hub.builtin import builtin_types, is_builtin
 
 CONFIG = """
 eval:
@@ -108,7 +110,8 @@ def test_mistakes_beside_good_sets_are_found_too(config, recipe):
         f"--eval-config {path}: defaults has an unknown key 'top_q', did you mean top_p?",
     ]
     assert sentences(config("datasets: [{{name: a, path: {dir}/train.jsonl, rm_type: dapo}}]")) == [
-        "--eval-config: set a has rm_type 'dapo', which is not deepscaler or math."
+        "--eval-config: set a has rm_type 'dapo': give one of deepscaler, math, random, boxed_deepscaler,"
+        " boxed_math, boxed_random."
     ]
     assert sentences(config("datasets: [{{name: a, path: {dir}/train.jsonl, custom_rm_path: no.where}}]")) == [
         "--eval-config: set a, custom_rm_path no.where: there is no module no: check the spelling, or start from the"
@@ -152,3 +155,8 @@ def test_words_that_do_not_pair_up_and_names_that_repeat_are_refused(recipe):
     assert sentences(recipe.line("--eval-prompt-data a {dir}/train.jsonl a {dir}/train.jsonl")) == [
         "--eval-prompt-data names 'a' twice: give each evaluation set its own name."
     ]
+
+
+def test_the_reward_types_are_those_of_the_hub():
+    assert all(is_builtin(name) for name in RM_TYPES)
+    assert set(builtin_types()) == {name for name in RM_TYPES if not name.startswith("boxed_")}

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "schedule_is_complete": (
-        ["--lr-warmup-iters 5 --lr-decay-iters 6", "--lr-decay-style WSD --lr-wsd-decay-iters 3", "--min-lr 1e-6"],
+        ["--lr-warmup-iters 5 --lr-decay-iters 6", "--min-lr 1e-6"],
         [
             ("--min-lr 1e-5", "--min-lr 1e-05 is above --lr 1e-06: lower it."),
             ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 is above --lr 1e-06: lower it."),
@@ -68,26 +68,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--lr-warmup-iters 5 --lr-decay-iters 5",
                 "--lr-warmup-iters 5 is not below --lr-decay-iters 5: the decay begins after the warm-up.",
-            ),
-            ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters: give its steps."),
-            (
-                "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
-                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give"
-                " one.",
-            ),
-        ],
-    ),
-    "weight_decay_schedule_is_complete": (
-        ["--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1"],
-        [
-            (
-                "--start-weight-decay 0.1",
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: give it,"
-                " or use --weight-decay alone.",
-            ),
-            (
-                "--weight-decay-incr-style linear",
-                "--weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay: give both.",
             ),
         ],
     ),
@@ -100,20 +80,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " them out.",
             ),
             ("--recompute-num-layers 37", "--recompute-num-layers 37 is more than --num-layers 36: lower it."),
-        ],
-    ),
-    "overlap_has_its_optimizer": (
-        ["--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", "--overlap-grad-reduce"],
-        [
-            (
-                "--overlap-param-gather --overlap-grad-reduce",
-                "--overlap-param-gather needs --use-distributed-optimizer: add it, or leave --overlap-param-gather"
-                " out.",
-            ),
-            (
-                "--overlap-param-gather --use-distributed-optimizer",
-                "--overlap-param-gather needs --overlap-grad-reduce: add it.",
-            ),
         ],
     ),
     "lengths_fit_the_context": (

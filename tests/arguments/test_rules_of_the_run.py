@@ -30,6 +30,15 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " out.",
             ),
             (
+                "--use-fault-tolerance",
+                "--use-fault-tolerance is not served yet, this version ends the run when an engine dies: leave it out.",
+            ),
+            (
+                "--distributed-backend gloo",
+                "--distributed-backend gloo is not served yet, this version uses nccl on GPUs and gloo on CPU: leave"
+                " it out.",
+            ),
+            (
                 "--offload-train",
                 "--offload-train is not served yet, this version keeps the training state in device memory: leave it"
                 " out.",

@@ -46,7 +46,6 @@ class ModelArguments:
     norm_epsilon: float = flag(
         1e-5, "constant added to the variance in a normalisation", spellings=("--layernorm-epsilon",), above=0
     )
-    apply_layernorm_1p: bool = flag(False, "store the norms' weights less 1")
     position_embedding_type: str = flag("rope", "kind of position embedding", choices=("rope",))
     use_rotary_position_embeddings: bool = flag(False, "older spelling of --position-embedding-type rope")
     rotary_base: int = flag(10000, "theta of the rotary embedding", at_least=1)
@@ -80,6 +79,5 @@ class ModelArguments:
         only_off=True,
         off=("--no-gradient-accumulation-fusion",),
     )
-    deterministic_mode: bool = flag(False, "choose only kernels that give the same bits every time")
     bf16: bool = flag(False, "train in bfloat16 with fp32 master weights (without --bf16 and --fp16: fp32)")
     fp16: bool = flag(False, "train in float16 with fp32 master weights and loss scaling")

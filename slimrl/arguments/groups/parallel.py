@@ -40,7 +40,3 @@ class ParallelArguments:
     use_distributed_optimizer: bool = flag(
         False, "spread the optimizer state over the data parallel slots (slime switches this on by force)"
     )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients over data parallel slots while the backward pass runs")
-    overlap_param_gather: bool = flag(
-        False, "gather updated weights while the next forward pass runs; needs --use-distributed-optimizer"
-    )

@@ -6,14 +6,18 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-RM_TYPES = ("deepscaler", "math")
+RM_TYPES = tuple(prefix + name for prefix in ("", "boxed_") for name in ("deepscaler", "math", "random"))
 
 
 @dataclasses.dataclass
 class RewardArguments:
     """How a response is judged."""
 
-    rm_type: str | None = flag(None, "built-in reward; a sample's metadata.rm_type goes before it", choices=RM_TYPES)
+    rm_type: str | None = flag(
+        None,
+        "built-in reward, with boxed_ the last \\boxed{} wherever it stands; a sample's metadata.rm_type goes first",
+        choices=RM_TYPES,
+    )
     custom_rm_path: str | None = flag(None, "reward function (dotted import path); goes before --rm-type")
     reward_key: str | None = flag(None, "entry to train on where the reward is a dict")
     custom_reward_post_process_path: str | None = flag(

@@ -67,7 +67,7 @@ def precision_is_single(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Learning rate and weight decay schedules that the scheduler can follow."""
+    """A learning rate schedule that the scheduler can follow."""
     if args.min_lr > args.lr:
         yield Problem("--min-lr", f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it.")
     if args.lr_warmup_init > args.lr:
@@ -85,31 +85,6 @@ def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]
             "--lr-warmup-iters",
             f"--lr-warmup-iters {args.lr_warmup_iters} is not below --lr-decay-iters {args.lr_decay_iters}: the decay"
             " begins after the warm-up.",
-        )
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        yield Problem("--lr-wsd-decay-iters", "--lr-decay-style WSD needs --lr-wsd-decay-iters: give its steps.")
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        yield Problem(
-            "--override-opt-param-scheduler",
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give one.",
-        )
-
-
-def weight_decay_schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A changing weight decay has a start and an end; a constant one has neither."""
-    ends = (args.start_weight_decay, args.end_weight_decay)
-    if args.weight_decay_incr_style == "constant":
-        if ends != (None, None):
-            yield Problem(
-                "--weight-decay-incr-style",
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine:"
-                " give it, or use --weight-decay alone.",
-            )
-    elif None in ends:
-        yield Problem(
-            "--weight-decay-incr-style",
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and"
-            " --end-weight-decay: give both.",
         )
 
 
@@ -133,14 +108,3 @@ def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Pro
             "--recompute-num-layers",
             f"--recompute-num-layers {layers} is more than --num-layers {args.num_layers}: lower it.",
         )
-
-
-def overlap_has_its_optimizer(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Weights are gathered only where the distributed optimizer scatters them."""
-    if args.overlap_param_gather and not args.use_distributed_optimizer:
-        yield Problem(
-            "--overlap-param-gather",
-            "--overlap-param-gather needs --use-distributed-optimizer: add it, or leave --overlap-param-gather out.",
-        )
-    if args.overlap_param_gather and not args.overlap_grad_reduce:
-        yield Problem("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it.")

@@ -1,7 +1,7 @@
 """Rules about torch_dist checkpoints: where weights are read, and that a wrong path is not taken for a fresh start.
 
 A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
-`release` or `iter_<7 digits>` that it names.
+`release` or `iter_<7 digits>` that it names; the path of such a folder itself is taken too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from slimrl.arguments.rules.context import Context
 from slimrl.arguments.rules.paths import absent
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_COMPLETE = "metadata.json"  # stands in every complete iteration's folder
 _ITERATION = re.compile(r"iter_(\d{7})|release")
 
 
@@ -80,13 +81,15 @@ def saving_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def _is_fresh(folder: Path) -> bool:
-    """True where nothing was ever written: the folder is absent, or empty but for hidden and temporary files."""
+    """True where no checkpoint was ever finished: the folder is absent, or holds only hidden and unfinished files."""
     if not folder.exists():
         return True
-    return folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
+    return folder.is_dir() and all(path.name.startswith(".") or path.suffix == ".tmp" for path in folder.iterdir())
 
 
 def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
+    if (folder / _COMPLETE).is_file():
+        return  # one iteration by its own path
     tracker = folder / TRACKER
     present = sorted(path.name for path in folder.iterdir() if _ITERATION.fullmatch(path.name))
     if step is not None:
@@ -113,7 +116,7 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
 
 def _what_it_is(folder: Path, present: list[str]) -> str:
     if _ITERATION.fullmatch(folder.name) and (folder.parent / TRACKER).is_file():
-        return f"is one iteration of a checkpoint: give its parent folder {folder.parent}"
+        return f"is one iteration of a checkpoint without its {_COMPLETE}: give its parent folder {folder.parent}"
     if (folder / "config.json").is_file():
         return "is a Hugging Face model: convert it with tools/convert_hf_to_torch_dist.py"
     if present:

@@ -29,10 +29,8 @@ def evaluation_sets_are_judged(args: Arguments, context: Context) -> Iterator[Pr
     flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
     for dataset in args.eval_datasets:
         if dataset.rm_type is not None and dataset.rm_type not in RM_TYPES:
-            yield Problem(
-                flag,
-                f"{flag}: set {dataset.name} has rm_type {dataset.rm_type!r}, which is not {' or '.join(RM_TYPES)}.",
-            )
+            known = ", ".join(RM_TYPES)
+            yield Problem(flag, f"{flag}: set {dataset.name} has rm_type {dataset.rm_type!r}: give one of {known}.")
         judged = dataset.rm_type or dataset.custom_rm_path or dataset.custom_generate_function_path
         if not judged and args.eval_config is not None:
             yield Problem(flag, f"{flag}: nothing judges set {dataset.name}: give it rm_type or custom_rm_path.")

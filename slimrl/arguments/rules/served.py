@@ -19,6 +19,10 @@ _SERVED = {
     "offload_train": (False, "this version keeps the training state in device memory"),
     "offload_rollout": (False, "this version keeps the engines' memory while it trains"),
     "use_fault_tolerance": (False, "this version ends the run when an engine dies"),
+    "rollout_health_check_interval": (30.0, "this version watches the engines' processes"),
+    "rollout_health_check_timeout": (30.0, "this version watches the engines' processes"),
+    "rollout_health_check_first_wait": (0.0, "this version watches the engines' processes"),
+    "distributed_backend": (None, "this version uses nccl on GPUs and gloo on CPU"),
     "sglang_router_ip": (None, "this version starts a router of its own"),
     "sglang_router_port": (None, "this version starts a router of its own, on a free port"),
 }
