@@ -63,8 +63,10 @@ class _NullStream:
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., _NullStream]:
-        return lambda *args, **kwargs: self
+    def _done(self, *args: Any, **kwargs: Any) -> _NullStream:
+        return self
+
+    wait_stream = wait_event = record_event = record = wait = synchronize = _done
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,9 +173,25 @@ def _unwrap_compiled_functions() -> None:
         for holder in holders:
             for name, value in list(vars(holder).items()):
                 compiled = value.__func__ if isinstance(value, staticmethod) else value
-                original = getattr(compiled, "_torchdynamo_orig_callable", None)
+                if not isinstance(compiled, types.FunctionType):
+                    continue
+                original = vars(compiled).get("_torchdynamo_orig_callable")
                 if original is not None:
                     setattr(holder, name, staticmethod(original) if isinstance(value, staticmethod) else original)
+
+
+def _mend_expert_routing() -> None:
+    """Two slips of 0.16.1 that only show without CUDA and Transformer Engine: a name never defined, a list of counts
+    left a tensor."""
+    utilities = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if "te_general_gemm" not in vars(utilities):
+        utilities.te_general_gemm = None
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
 def activate() -> None:
@@ -189,6 +207,7 @@ def activate() -> None:
     _unwrap_compiled_functions()
     _accept_cpu_tensor_types()
     _stay_on_cpu_in_cuda_calls()
+    _mend_expert_routing()
     random = sys.modules["megatron.core.tensor_parallel.random"]
     # The original queues a call for when CUDA initialises, which never happens: the state would silently not be set.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

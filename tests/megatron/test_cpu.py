@@ -1,0 +1,123 @@
+"""The CPU stand-ins: megatron-core sees a CPU where it asks for CUDA, and nothing else notices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without a GPU")
+
+NAMES = ("arange", "tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "cuda", "Tensor", "compile")
+CUDA_NAMES = ("current_device", "synchronize", "get_rng_state", "set_rng_state", "Stream", "stream", "set_device")
+
+
+@pytest.fixture(scope="module")
+def activated() -> dict[str, object]:
+    """What torch held before the stand-ins were put in place."""
+    from slimrl.megatron import cpu
+
+    before = {name: getattr(torch, name) for name in NAMES}
+    before |= {f"cuda.{name}": getattr(torch.cuda, name) for name in CUDA_NAMES}
+    before |= {"Tensor.cuda": torch.Tensor.cuda, "Tensor.type": torch.Tensor.type, "to": torch.Tensor.to}
+    cpu.activate()
+    cpu.activate()  # twice is harmless
+    return before
+
+
+def test_torch_itself_is_left_alone(activated: dict[str, object]):
+    for name, value in activated.items():
+        owner, _, attribute = name.rpartition(".")
+        holder = {"": torch, "cuda": torch.cuda, "Tensor": torch.Tensor}[owner]
+        assert getattr(torch.Tensor if name == "to" else holder, attribute) is value, name
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+
+
+def test_megatron_gets_cpu_tensors_where_it_asks_for_cuda(activated: dict[str, object]):
+    from megatron.core.optimizer import clip_grads
+
+    seen = clip_grads.torch
+    assert seen is not torch
+    assert seen.zeros(2, device="cuda").device.type == "cpu"
+    assert seen.cuda.current_device() == torch.device("cpu")
+    assert seen.matmul is torch.matmul
+    seen.cuda.Stream().wait_stream(seen.cuda.current_stream())
+
+
+def test_every_megatron_module_has_the_stand_in(activated: dict[str, object]):
+    plain = [
+        name
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch
+    ]
+    assert plain == []
+
+
+def test_random_states_are_really_set(activated: dict[str, object]):
+    from megatron.core.tensor_parallel import random
+
+    state = torch.get_rng_state()
+    first = torch.rand(1)
+    random._set_cuda_rng_state(state)
+    assert torch.equal(torch.rand(1), first)
+
+
+def test_gradients_of_cpu_tensors_can_be_clipped(activated: dict[str, object]):
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    clip_grad_by_total_norm_fp32([parameter], 1.0, 5.0)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_no_function_of_megatron_is_compiled(activated: dict[str, object]):
+    from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
+
+    for function in (fused_bias_swiglu.swiglu, fused_bias_dropout.bias_dropout_add_fused_train):
+        assert not hasattr(function, "_torchdynamo_orig_callable")
+    x = torch.randn(3, 8)
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(fused_bias_swiglu.swiglu(x), torch.nn.functional.silu(gate) * up)
+    assert torch._dynamo.utils.counters["frames"] == {}
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_before_and_after(tmp_path):
+    """In a process of its own: loading a model runs torch's factories under a meta device."""
+    program = """
+import sys, torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+config = Qwen3Config(vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+torch.manual_seed(0)
+Qwen3ForCausalLM(config).save_pretrained(sys.argv[1])
+def run():
+    model = Qwen3ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    return model.model.rotary_emb.inv_freq.clone(), model(torch.arange(16)[None]).logits
+before = run()
+from slimrl.megatron import cpu
+cpu.activate()
+after = run()
+assert all(torch.equal(x, y) for x, y in zip(before, after)), (before, after)
+expected = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+torch.testing.assert_close(after[0], expected)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_happens_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch):
+    from slimrl.megatron import cpu
+
+    def unexpected() -> None:
+        raise AssertionError("the stand-ins were built although there is a GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "_torch_stand_in", unexpected)
+    cpu.activate()
