@@ -82,6 +82,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
     over the sample's trained tokens, counted in samples (also the fully masked ones, which add 0).
     """
     mask = inputs.loss_mask
+    inputs = _without_masked_values(inputs)
     policy = clipped_policy_loss(
         inputs.log_probs,
         inputs.old_log_probs,
@@ -113,8 +114,8 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
             kl,
             policy.ratio,
         )
-        mismatch = ((inputs.train_log_probs - inputs.rollout_log_probs).abs()).masked_fill(mask == 0, 0.0)
-        ratio_gap = (policy.ratio - 1).abs().masked_fill(mask == 0, 0.0)
+        mismatch = (inputs.train_log_probs - inputs.rollout_log_probs).abs()
+        ratio_gap = (policy.ratio - 1).abs()
         return PolicyLossSums(
             loss=loss,
             count=count.to(torch.int32),
@@ -122,6 +123,15 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
             by_token=torch.stack([mismatch.double().sum(), trained_tokens.double()]),
             maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
         )
+
+
+def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """Log-probabilities of masked tokens set to 0: an infinite one would turn the gradient into NaN, even times 0."""
+    masked = inputs.loss_mask == 0
+    names = ("log_probs", "old_log_probs", "train_log_probs", "rollout_log_probs", "ref_log_probs")
+    values = {name: getattr(inputs, name) for name in names}
+    kept = {name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()}
+    return dataclasses.replace(inputs, **kept)
 
 
 def _largest(values: Tensor) -> Tensor:

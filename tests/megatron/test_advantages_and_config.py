@@ -1,0 +1,117 @@
+"""Advantages per token, and flags as megatron-core's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron import tiny
+
+
+@pytest.fixture
+def lone_group() -> Any:
+    """A process group of one."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def advantages(group: Any, **changes: Any) -> tuple[torch.Tensor, Any]:
+    from slimrl.megatron.advantages import token_advantages
+
+    batch = tiny.recorded_rollout(0, samples=4)
+    log_probs = torch.linspace(-2, -1, batch.loss_mask.numel())
+    args = tiny.tiny_args(kl_loss_type="k1", **changes)
+    return token_advantages(args, batch, log_probs, log_probs - 0.5, group), batch
+
+
+def test_every_token_has_its_samples_reward(lone_group: Any):
+    values, batch = advantages(lone_group)
+    assert values.tolist() == [
+        reward
+        for reward, length in zip(batch.rewards.tolist(), batch.response_lengths.tolist(), strict=True)
+        for _ in range(length)
+    ]
+
+
+def test_the_kl_penalty_is_taken_off_each_token(lone_group: Any):
+    plain, _ = advantages(lone_group)
+    penalised, _ = advantages(lone_group, kl_coef=0.2)
+    torch.testing.assert_close(plain - penalised, torch.full_like(plain, 0.2 * 0.5))
+
+
+def test_normalised_advantages_have_mean_0_and_deviation_1_over_trained_tokens(lone_group: Any):
+    values, batch = advantages(lone_group, normalize_advantages=True)
+    trained = values[batch.loss_mask > 0]
+    assert float(trained.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(trained.std()) == pytest.approx(1, abs=1e-6)
+
+
+def test_flags_become_megatrons_model_configuration():
+    from slimrl.megatron.config import transformer_config
+
+    config = transformer_config(tiny.tiny_args(bf16=True, recompute_granularity="selective"))
+    assert (config.num_query_groups, config.kv_channels, config.gated_linear_unit) == (2, 16, True)
+    assert config.params_dtype == torch.bfloat16
+    assert config.perform_initialization  # without it tensor-parallel gradient norms are silently wrong
+    assert config.calculate_per_token_loss
+    assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
+
+
+def test_sequence_parallelism_is_dropped_where_there_is_nothing_to_share():
+    from slimrl.megatron.config import transformer_config
+
+    assert not transformer_config(tiny.tiny_args(sequence_parallel=True)).sequence_parallel
+    wide = tiny.tiny_args(sequence_parallel=True, tensor_model_parallel_size=2)
+    assert transformer_config(wide).sequence_parallel
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_what_needs_transformer_engine_is_refused_without_it():
+    from slimrl.megatron.config import transformer_config
+    from slimrl.megatron.spec import block_spec
+
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine: Transformer Engine is not installed"):
+        transformer_config(tiny.tiny_args(transformer_impl="transformer_engine"))
+    with pytest.raises(ValueError, match="--normalization LayerNorm needs"):
+        block_spec(transformer_config(tiny.tiny_args(normalization="LayerNorm")))
+
+
+def test_no_clipping_still_reports_the_gradient_norm():
+    from slimrl.megatron.config import optimizer_config
+
+    assert optimizer_config(tiny.tiny_args(clip_grad=0.0)).clip_grad == math.inf
+    assert optimizer_config(tiny.tiny_args(clip_grad=0.3)).clip_grad == 0.3
+
+
+def test_the_schedule_needs_the_length_of_the_run():
+    from slimrl.megatron.config import total_optimizer_steps
+
+    args = tiny.tiny_args(num_rollout=5, num_steps_per_rollout=2)
+    assert total_optimizer_steps(args) == 10
+    with pytest.raises(ValueError, match="--num-rollout is None"):
+        total_optimizer_steps(dataclasses.replace(args, num_rollout=None))
+
+
+def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
+    from slimrl.megatron.reference import ReferenceWeights
+
+    model = torch.nn.Linear(3, 3)
+    reference = ReferenceWeights(model)
+    kept = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        model.weight.mul_(3.1).add_(0.7)
+    changed = model.weight.detach().clone()
+    place = model.weight.data_ptr()
+    with pytest.raises(RuntimeError, match="inside"), reference.swapped_in(model):
+        assert torch.equal(model.weight, kept["weight"])
+        raise RuntimeError("inside")
+    assert torch.equal(model.weight, changed)
+    assert model.weight.data_ptr() == place

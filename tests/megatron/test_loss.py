@@ -1,0 +1,122 @@
+"""The sums of the policy loss: right for one micro-batch, and the same however the batch is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
+
+SETTINGS = PolicyLossSettings(
+    eps_clip=0.2,
+    eps_clip_high=0.3,
+    eps_clip_c=None,
+    entropy_coef=0.5,
+    kl_loss_coef=2.0,
+    kl_loss_type="k2",
+    per_token=False,
+)
+
+
+def two_samples() -> PolicyLossInputs:
+    """Three tokens (the second masked) and one; ratios 1, any, 1.5 (clipped at 1.3) and 1."""
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.5])
+    return PolicyLossInputs(
+        log_probs=old + torch.tensor([0.0, 7.0, math.log(1.5), 0.0]),
+        entropy=torch.tensor([0.4, 9.0, 0.8, 1.0]),
+        old_log_probs=old,
+        train_log_probs=old,
+        rollout_log_probs=old + torch.tensor([0.01, 5.0, -0.03, 0.02]),
+        ref_log_probs=old,
+        advantages=torch.tensor([2.0, 2.0, 2.0, -1.0]),
+        loss_mask=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        response_lengths=torch.tensor([3, 1]),
+    )
+
+
+KL = math.log(1.5) ** 2 / 2
+TOKENS = [-2.0 - 0.2, -2.0 * 1.3 - 0.4 + 2 * KL, 1.0 - 0.5]  # trained tokens, in order
+
+
+def test_per_sample_loss_is_the_sum_of_the_samples_means():
+    sums = policy_loss_sums(two_samples(), SETTINGS)
+    assert int(sums.count) == 2
+    assert float(sums.loss) == pytest.approx((TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2], rel=1e-6)
+    # loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl, kl_loss, ratio_mean
+    expected = [
+        (TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2],
+        (-2.0 - 2.6) / 2 + 1.0,
+        (0.4 + 0.8) / 2 + 1.0,
+        0.5,
+        -math.log(1.5) / 2,
+        KL / 2,
+        (1 + 1.5) / 2 + 1,
+    ]
+    assert sums.weighted.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_per_token_loss_is_the_sum_over_trained_tokens():
+    sums = policy_loss_sums(two_samples(), dataclasses.replace(SETTINGS, per_token=True))
+    assert int(sums.count) == 3
+    assert float(sums.loss) == pytest.approx(sum(TOKENS), rel=1e-6)
+
+
+def test_masked_tokens_count_for_nothing_not_even_in_the_maxima():
+    sums = policy_loss_sums(two_samples(), SETTINGS)
+    assert sums.by_token.tolist() == pytest.approx([0.01 + 0.03 + 0.02, 3.0], rel=1e-4)
+    assert sums.maxima.tolist() == pytest.approx([0.5, 0.03], rel=1e-4)
+
+
+def test_a_masked_token_with_an_impossible_value_leaves_loss_and_gradient_finite():
+    inputs = two_samples()
+    log_probs = inputs.log_probs.clone()
+    log_probs[1] = float("-inf")
+    log_probs.requires_grad_()
+    sums = policy_loss_sums(dataclasses.replace(inputs, log_probs=log_probs), SETTINGS)
+    sums.loss.backward()
+    assert torch.isfinite(sums.loss)
+    assert float(log_probs.grad[1]) == 0.0
+
+
+def test_a_fully_masked_sample_counts_as_a_sample_and_adds_nothing():
+    inputs = dataclasses.replace(two_samples(), loss_mask=torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    sums = policy_loss_sums(inputs, SETTINGS)
+    assert int(sums.count) == 2
+    assert float(sums.loss) == pytest.approx((TOKENS[0] + TOKENS[1]) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_cutting_the_batch_between_samples_changes_nothing(per_token: bool):
+    settings = dataclasses.replace(SETTINGS, per_token=per_token)
+    inputs = two_samples()
+
+    def part(tokens: slice, samples: slice) -> PolicyLossSums:
+        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-1]}
+        return policy_loss_sums(PolicyLossInputs(**cut, response_lengths=inputs.response_lengths[samples]), settings)
+
+    whole = policy_loss_sums(inputs, settings)
+    first, second = part(slice(0, 3), slice(0, 1)), part(slice(3, 4), slice(1, 2))
+    torch.testing.assert_close(first.loss + second.loss, whole.loss)
+    torch.testing.assert_close(first.weighted + second.weighted, whole.weighted)
+    torch.testing.assert_close(first.by_token + second.by_token, whole.by_token)
+    assert int(first.count + second.count) == int(whole.count)
+
+
+def test_without_a_reference_the_kl_is_zero_and_without_a_coefficient_it_is_only_logged():
+    inputs = two_samples()
+    absent = policy_loss_sums(dataclasses.replace(inputs, ref_log_probs=None), SETTINGS)
+    logged = policy_loss_sums(inputs, dataclasses.replace(SETTINGS, kl_loss_coef=0.0))
+    assert float(absent.weighted[5]) == 0.0
+    assert float(logged.weighted[5]) == pytest.approx(KL / 2, rel=1e-6)
+    torch.testing.assert_close(absent.loss, logged.loss)
+
+
+def test_only_the_loss_carries_a_gradient():
+    inputs = two_samples()
+    log_probs = inputs.log_probs.clone().requires_grad_()
+    sums = policy_loss_sums(dataclasses.replace(inputs, log_probs=log_probs), SETTINGS)
+    assert sums.loss.requires_grad
+    assert not (sums.weighted.requires_grad or sums.by_token.requires_grad or sums.maxima.requires_grad)

@@ -1,0 +1,62 @@
+"""Packing keeps every response token, its predicting row and its place in the batch together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimrl.data.batch import RolloutBatch
+from slimrl.megatron.micro_batch import pack_micro_batch
+
+
+@pytest.fixture
+def batch() -> RolloutBatch:
+    """Three samples: [10 11 | 12 13], [20 | 21], [30 31 32 | 33 34 35]."""
+    lengths, responses = torch.tensor([4, 2, 6]), torch.tensor([2, 1, 3])
+    total = int(responses.sum())
+    return RolloutBatch(
+        tokens=torch.tensor([10, 11, 12, 13, 20, 21, 30, 31, 32, 33, 34, 35]),
+        total_lengths=lengths,
+        response_lengths=responses,
+        loss_mask=torch.ones(total),
+        rollout_log_probs=torch.zeros(total),
+        raw_rewards=torch.zeros(3),
+        rewards=torch.zeros(3),
+        group_ids=torch.zeros(3, dtype=torch.int64),
+        sample_ids=torch.arange(3),
+        truncated=torch.zeros(3, dtype=torch.bool),
+    )
+
+
+def test_rows_of_logits_predict_the_response_tokens(batch: RolloutBatch):
+    packed = pack_micro_batch(batch, [2, 0], length_multiple=1, device=torch.device("cpu"))
+    assert packed.tokens.tolist() == [[30, 31, 32, 33, 34, 35, 10, 11, 12, 13]]
+    assert packed.sequences.cu_seqlens_q.tolist() == [0, 6, 10]
+    assert packed.sequences.cu_seqlens_q.dtype == torch.int32
+    assert packed.sequences.max_seqlen_q == 6
+    assert packed.targets.tolist() == [33, 34, 35, 12, 13]
+    assert packed.logit_rows.tolist() == [2, 3, 4, 7, 8]
+    assert packed.response_index.tolist() == [3, 4, 5, 0, 1]
+    assert packed.response_lengths.tolist() == [3, 2]
+
+
+def test_padding_is_a_sequence_of_its_own_that_nothing_reads(batch: RolloutBatch):
+    packed = pack_micro_batch(batch, [1, 0], length_multiple=4, device=torch.device("cpu"))
+    assert packed.tokens.tolist() == [[20, 21, 10, 11, 12, 13, 0, 0]]
+    assert packed.sequences.cu_seqlens_q.tolist() == [0, 2, 6, 8]
+    assert int(packed.logit_rows.max()) < 6
+
+
+def test_padding_can_be_the_longest_sequence(batch: RolloutBatch):
+    packed = pack_micro_batch(batch, [1], length_multiple=64, device=torch.device("cpu"))
+    assert packed.sequences.cu_seqlens_q.tolist() == [0, 2, 64]
+    assert packed.sequences.max_seqlen_q == 62
+
+
+def test_a_sample_without_a_response_contributes_no_rows(batch: RolloutBatch):
+    batch.response_lengths = torch.tensor([2, 0, 3])
+    batch.loss_mask = torch.ones(5)
+    batch.rollout_log_probs = torch.zeros(5)
+    packed = pack_micro_batch(batch, [0, 1, 2], length_multiple=1, device=torch.device("cpu"))
+    assert packed.targets.tolist() == [12, 13, 33, 34, 35]
+    assert packed.response_index.tolist() == [0, 1, 2, 3, 4]
