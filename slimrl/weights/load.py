@@ -6,6 +6,7 @@ names the tensor. Each rank reads only its own slices of the memory-mapped files
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,10 +22,18 @@ from slimrl.weights.shape import ModelShape
 
 @torch.no_grad()
 def load_hf_checkpoint(
-    model: nn.Module, shape: ModelShape, family: Family, hf_dir: Path, *, tp_rank: int = 0, tp_size: int = 1
+    model: nn.Module,
+    shape: ModelShape,
+    family: Family,
+    hf_dir: Path,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    progress: Callable[[Sequence[Row]], Iterable[Row]] = iter,
 ) -> None:
     """Fills the parameters of `model` (a bare GPTModel, any pipeline stage), casting to their dtype.
 
+    `progress` is handed the rows to load and passes them on, for example tqdm.
     Raises FileNotFoundError for missing files and ValueError for a tensor missing, left over or of another
     shape than the flags describe, naming it.
     """
@@ -32,7 +41,7 @@ def load_hf_checkpoint(
     parameters = global_parameters(model)
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, shape, family)
-        for row in _local_rows(family, shape, parameters):
+        for row in progress(_local_rows(family, shape, parameters)):
             parts = [checkpoint.tensor(part.name) for part in row.hf]
             shard = to_shard(row, parts, shape, rank=tp_rank, size=tp_size)
             _copy(shard, parameters.pop(find(row, parameters)), row)

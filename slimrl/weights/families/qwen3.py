@@ -22,5 +22,6 @@ FAMILY = Family(
     ),
     final_norm=dense.FINAL_NORM,
     head=dense.HEAD,
+    head_dim=128,
     fixed_config=(("attention_bias", False),),
 )

@@ -75,6 +75,7 @@ class Family:
     layer: tuple[Row, ...]
     final_norm: Row
     head: Row
+    head_dim: int | None = None  # what an absent head_dim means; None: hidden size / heads
     # config entries that must have this value (or be absent), because the table has no rows for others
     fixed_config: tuple[tuple[str, Any], ...] = ()
 
