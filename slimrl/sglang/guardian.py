@@ -47,7 +47,7 @@ class Guardian:
         if os.getppid() != self.parent:  # it died before the pidfd was ours: nobody wants the server any more
             return 0
         wake_fd = catch_signals()
-        folder = tempfile.mkdtemp(prefix="slimrl-")
+        folder = tempfile.mkdtemp(prefix="slimrl-sglang-")
         try:
             self.child = start(self.command, {**os.environ, "TMPDIR": folder})
             self.watch(parent_fd, wake_fd)

@@ -27,7 +27,7 @@ NEIGHBOUR_PORTS = 8
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_KV_CACHE_TOKENS = (8192, 65536)  # least and most
 GRACEFUL_STOP_S = 20.0
-SHARED_MEMORY_PREFIXES = ("sglang_", "multi_tokenizer_args_")
+SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_")
 
 
 class ServerProcess:
