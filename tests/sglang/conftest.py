@@ -44,6 +44,11 @@ def write_tiny_qwen3(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    return write_tiny_qwen3(tmp_path / "model")
+
+
 @dataclasses.dataclass
 class Fleet:
     """Two running servers and the router before them."""

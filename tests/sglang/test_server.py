@@ -1,0 +1,163 @@
+"""Command line, environment and ports of a server, and the message of one that dies at its start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import slimrl
+from slimrl.sglang.errors import EngineStartError
+from slimrl.sglang.ports import LOWEST_PORT, claim_port, claim_ports
+from slimrl.sglang.router import router_command
+from slimrl.sglang.server import (
+    ServerProcess,
+    kv_cache_tokens,
+    rendezvous,
+    server_command,
+    server_environment,
+)
+
+MANAGED = {"tp_size": 1, "port": 21000, "trust_remote_code": True}
+
+
+def write_config(folder: Path, **values) -> str:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **values}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_cpu_server_gets_what_it_needs_and_the_user_wins(tmp_path):
+    managed = {**MANAGED, "model_path": write_config(tmp_path)}
+    command = server_command(managed, {"dtype": "bfloat16", "enable_metrics": True}, cpu=True)
+    assert command[1:3] == ["-m", "slimrl.sglang.cpu"]
+    assert {"--device=cpu", "--attention-backend=torch_native", "--dtype=bfloat16", "--sleep-on-idle"} <= set(command)
+    assert "--dtype=float32" not in command and "--enable-metrics" in command
+    assert "--max-total-tokens=65536" in command
+
+
+def test_a_gpu_server_is_the_plain_sglang_server():
+    command = server_command({**MANAGED, "model_path": "/model"}, {}, cpu=False)
+    assert command == [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--tp-size=1",
+        "--port=21000",
+        "--trust-remote-code",
+        "--model-path=/model",
+    ]
+
+
+def test_an_option_that_slimrl_decides_is_refused():
+    with pytest.raises(ValueError, match="--sglang-tp-size is set by slimrl itself"):
+        server_command({**MANAGED, "model_path": "/model"}, {"tp_size": 2}, cpu=False)
+    with pytest.raises(ValueError, match="--router-worker-urls is set by slimrl itself"):
+        router_command("127.0.0.1", 1, 2, {"worker_urls": ["x"]})
+
+
+def test_the_kv_cache_of_a_cpu_server_is_bounded_by_memory(tmp_path):
+    # 28 layers x 8 heads x 128 x 2 (key, value) x 4 bytes = 229376 bytes per token; 2^30 / 229376 = 4681 tokens
+    assert kv_cache_tokens(write_config(tmp_path, num_hidden_layers=28, num_key_value_heads=8, head_dim=128)) == 8192
+    # 12 x 2 x 64 x 2 x 4 = 12288 bytes per token; 2^30 / 12288 = 87381 tokens
+    assert kv_cache_tokens(write_config(tmp_path, num_hidden_layers=12, num_key_value_heads=2, head_dim=64)) == 65536
+    # 24 x 4 x 64 x 2 x 4 = 49152 bytes per token
+    assert kv_cache_tokens(write_config(tmp_path, num_hidden_layers=24, num_key_value_heads=4, head_dim=64)) == 21845
+    with pytest.raises(FileNotFoundError, match="--hf-checkpoint"):
+        kv_cache_tokens(str(tmp_path / "nowhere"))
+
+
+def test_the_environment_of_a_gpu_server_holds_nothing_of_the_cpu():
+    assert "SGLANG_USE_CPU_ENGINE" not in os.environ
+    gpu, cpu = server_environment(2, 0, cpu=False), server_environment(2, 1, cpu=True)
+    assert set(cpu) - set(gpu) == {"OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND"}
+    assert cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+def test_data_parallel_attention_meets_on_a_claimed_port():
+    assert rendezvous({}, "10.0.0.1", 22000) == {"nccl_port": 22000}
+    assert rendezvous({"enable_dp_attention": True}, "10.0.0.1", 22000) == {
+        "nccl_port": 22000,
+        "dist_init_addr": "10.0.0.1:22001",
+    }
+
+
+def test_router_defaults_notice_a_dead_server_fast_and_options_win():
+    command = router_command("127.0.0.1", 23000, 23001, {"health_failure_threshold": 5, "request_timeout_secs": 9})
+    assert {"--health-check-interval-secs=1", "--health-failure-threshold=5", "--request-timeout-secs=9"} <= set(
+        command
+    )
+    assert {"--host=127.0.0.1", "--port=23000", "--prometheus-port=23001"} <= set(command)
+
+
+def test_a_claimed_port_is_not_claimed_again_until_it_is_released():
+    claim = claim_ports(3)
+    assert claim.first >= LOWEST_PORT
+    for port in range(claim.first, claim.first + 3):
+        with pytest.raises(OSError, match=f"port {port} "):
+            claim_port(port, "127.0.0.1")
+    claim.release()
+    claim_port(claim.first, "127.0.0.1").release()
+
+
+def test_claims_of_many_are_all_different():
+    claims = [claim_ports() for _ in range(200)]
+    assert len({claim.first for claim in claims}) == 200
+    for claim in claims:
+        claim.release()
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_at_its_start_is_reported_with_its_code_and_words(tmp_path):
+    (tmp_path / "model").mkdir()
+    server = ServerProcess(write_config(tmp_path / "model"), log_path=tmp_path / "log", options={"context_length": "x"})
+    server.start()
+    with pytest.raises(
+        EngineStartError, match=r"(?s)died with exit code 2; last lines of .*Invalid integer value: 'x'"
+    ):
+        server.wait_ready(120)
+    server.stop()
+
+
+LAUNCH = """
+import sys, time
+from pathlib import Path
+from slimrl.sglang.server import ServerProcess
+server = ServerProcess(sys.argv[1], log_path=Path(sys.argv[2]), tensor_parallel_size=2)
+server.start()
+server.wait_ready(120)
+print(server.pid, server.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_parent_leaves_no_process_no_shared_memory_and_no_port_of_a_two_rank_server(
+    tmp_path, tiny_model
+):
+    memory_before = set(os.listdir("/dev/shm"))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(tiny_model), str(tmp_path / "log")],
+        env={**os.environ, "PYTHONPATH": str(Path(slimrl.__file__).parent.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    guardian, port = map(int, parent.stdout.readline().split())
+    tree = psutil.Process(guardian).children(recursive=True)
+    own_memory = {m.path for p in tree for m in p.memory_maps() if m.path.startswith("/dev/shm/sgl")}
+    assert len(tree) >= 4 and len(own_memory) >= 2  # HTTP server, two schedulers, detokenizer
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(p.is_running() for p in tree) or psutil.pid_exists(guardian):
+        assert time.monotonic() < deadline, [p for p in tree if p.is_running()]
+        time.sleep(0.05)
+    assert not any(map(os.path.exists, own_memory))
+    assert not {name for name in set(os.listdir("/dev/shm")) - memory_before if f"/dev/shm/{name}" in own_memory}
+    claim_port(port, "127.0.0.1").release()
