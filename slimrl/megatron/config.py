@@ -152,8 +152,7 @@ def parameter_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> Optimi
     The decay takes --lr-decay-iters steps, else the whole run; the warm-up --lr-warmup-fraction of that, else
     --lr-warmup-iters steps.
     """
-    total_steps = total_optimizer_steps(args)
-    decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else total_steps
+    decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else total_optimizer_steps(args)
     warmup_steps = args.lr_warmup_iters
     if args.lr_warmup_fraction is not None:
         warmup_steps = int(args.lr_warmup_fraction * decay_steps)
@@ -168,7 +167,7 @@ def parameter_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> Optimi
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=max(total_steps, 1),
+        wd_incr_steps=max(decay_steps, 1),
         wd_incr_style="constant",
         # The flags of this run win over those stored in a checkpoint; only the step count is taken from it.
         use_checkpoint_opt_param_scheduler=False,

@@ -127,6 +127,7 @@ def forward_backward(
     def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
         log_probs, entropy = log_prob_settings(logits, micro_batch)
         sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
+        # A clone: the schedule may go on to divide the loss it is given in place, and a view would follow it.
         return sums.loss, sums.count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
 
     def step(iterator: Iterator[MicroBatch], wrapped: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

@@ -26,7 +26,6 @@ class MicroBatch:
     logit_rows: Tensor  # int64 [response tokens]: the row of logits that predicts each response token
     targets: Tensor  # int64 [response tokens]: the ids of the response tokens
     response_index: Tensor  # int64 [response tokens]: their places in the rank's response columns
-    sample_rows: Tensor  # int64 [samples]: rows of the rank's batch
     response_lengths: Tensor  # int64 [samples]
 
 
@@ -60,7 +59,6 @@ def pack_micro_batch(
         logit_rows=(positions - 1).to(device),
         targets=tokens[positions].to(device),
         response_index=_ranges(batch.response_offsets[index], responses).to(device),
-        sample_rows=index.to(device),
         response_lengths=responses.to(device),
     )
 

@@ -69,7 +69,14 @@ def initialize(
         )
     device = bind_local_device(local_rank)
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    dist.init_process_group(backend_name(), init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend_name(),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     cpu.activate()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
