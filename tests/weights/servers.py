@@ -1,0 +1,62 @@
+"""Inference servers that only exist in this process: they load what is pushed, as the real one's interface says."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimrl.weights.checksums import host_checksum
+
+
+class RecordingServer:
+    """Keeps the tensors it is given, and what was called in which order.
+
+    `fails_at` makes it refuse that update (counted from 0), `reports` makes it claim another version.
+    """
+
+    def __init__(self, url: str, *, fails_at: int | None = None, reports: str | None = None) -> None:
+        self.url = url
+        self.calls: list[str] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.version = "default"
+        self._fails_at = fails_at
+        self._reports = reports
+
+    def begin_weight_update(self) -> None:
+        self.calls.append("begin")
+
+    def end_weight_update(self, version: str) -> None:
+        self.calls.append(f"end {version}")
+        self.version = version
+
+    def weight_version(self) -> str:
+        return self._reports or self.version
+
+    def update_weights_from_tensor(self, serialized, *, load_format, weight_version, flush_cache) -> None:
+        assert load_format == "flattened_bucket" and not flush_cache
+        if self.calls.count("update") == self._fails_at:
+            raise RuntimeError("out of memory")
+        self.calls.append("update")
+        for payload in serialized:
+            decoded = pickle.loads(base64.b64decode(payload))
+            for entry in decoded["metadata"]:
+                flat = decoded["flattened_tensor"][entry.start_idx : entry.end_idx]
+                assert flat.numel() == entry.numel
+                self.tensors[entry.name] = flat.view(entry.dtype).reshape(entry.shape).clone()
+
+    def weights_checksum(self) -> list[dict[str, Any]]:
+        checksums = {name: host_checksum(tensor) for name, tensor in self._as_engine().items()}
+        return [{"checksums": checksums, "parallelism_info": {"tp_rank": 0}}]
+
+    def _as_engine(self) -> dict[str, Tensor]:
+        """The engine's own tensors for sizes that need no padding: joined q, k, v and gate, up."""
+        joined: dict[str, list[Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            for part, whole in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up"), ("up", "gate_up")):
+                name = name.replace(f".{part}_proj.", f".{whole}_proj.")
+            joined.setdefault(name, []).append(tensor)
+        return {name: torch.cat(parts) for name, parts in joined.items()}

@@ -1,0 +1,41 @@
+"""Which trainer rank serves which engine, for every placement that users have."""
+
+import pytest
+
+from slimrl.weights.roles import EngineEndpoint, colocated_roles, split_roles
+
+
+def engines(*slots: list[int]) -> list[EngineEndpoint]:
+    return [EngineEndpoint(f"http://e{number}", own) for number, own in enumerate(slots)]
+
+
+@pytest.mark.parametrize("host_memory", [True, False])
+def test_each_rank_serves_the_engine_on_its_slot(host_memory):
+    roles = colocated_roles(engines([0], [1]), 2, host_memory=host_memory)
+    assert roles.sharing == {0: (0,), 1: (1,)} and not roles.remote and roles.senders == {0, 1}
+
+
+def test_every_gpu_of_a_wide_engine_is_served_by_its_own_rank():
+    roles = colocated_roles(engines([0, 1], [2, 3]), 4, host_memory=False)
+    assert roles.sharing == {0: (0, 1), 1: (2, 3)}
+
+
+def test_one_rank_serves_a_whole_engine_through_host_memory():
+    roles = colocated_roles(engines([0, 1], [2, 3]), 4, host_memory=True)
+    assert roles.sharing == {0: (0,), 1: (2,)} and roles.senders == {0, 2}
+
+
+def test_an_engine_without_a_trainer_on_its_slots_is_served_by_rank_0():
+    assert colocated_roles(engines([0], [1]), 1, host_memory=True).sharing == {0: (0,), 1: (0,)}
+    on_gpu = colocated_roles(engines([0], [1]), 1, host_memory=False)
+    assert on_gpu.sharing == {0: (0,)} and on_gpu.remote == (1,) and on_gpu.senders == {0}
+
+
+def test_a_gpu_that_would_be_source_and_receiver_of_a_broadcast_is_refused():
+    with pytest.raises(ValueError, match=r"http://e0 has slots \[0, 1\] and the trainer has 1"):
+        colocated_roles(engines([0, 1]), 1, host_memory=False)
+
+
+def test_split_placement_sends_everything_from_rank_0():
+    roles = split_roles(engines([2], [3]))
+    assert roles.remote == (0, 1) and roles.senders == {0} and not roles.sharing
