@@ -82,7 +82,8 @@ class HostSharedBuffer:
 class CudaSharedBuffer:
     """A fresh device allocation per bucket: an IPC handle may be opened only once by each receiver.
 
-    The caching allocator gives the same memory again once the receiver has let go of it.
+    The caching allocator gives the same memory again once the receiver has let go of it, so that at most two
+    buckets' worth is taken.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,0 +1,49 @@
+"""What the slow tests run inside trainer ranks. Each function leaves torch.distributed closed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slimrl.arguments import Arguments
+from slimrl.weights.families import family_for
+from slimrl.weights.hf_files import read_hf_config
+from slimrl.weights.load import load_hf_checkpoint
+from slimrl.weights.roles import EngineEndpoint
+from slimrl.weights.shape import ModelShape
+
+BUCKET_BYTES = 20_000  # many small buckets, and an embedding larger than one
+
+
+def push(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    args: Arguments,
+    hf_dir: Path,
+    engines: list[EngineEndpoint],
+    way: str,
+    version: str,
+    folder: Path,
+) -> tuple[int, int] | str:
+    """Loads `hf_dir` into a Megatron model and pushes it, `way` being a constructor's name.
+
+    Returns (bytes, buckets), or the text of the error.
+    """
+    from slimrl.megatron import model, parallel
+    from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
+    built = model.build_model(args, state)
+    load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
+    make = getattr(WeightUpdater, way)
+    more = (folder,) if way == "disk" else ()
+    updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    try:
+        report = updater.push(built, version=version, check_equal=True)
+        return report.bytes, report.buckets
+    except WeightSyncError as error:
+        return str(error)
+    finally:
+        updater.close()
+        parallel.shutdown()
