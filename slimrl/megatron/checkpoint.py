@@ -76,10 +76,11 @@ def save_training_state(
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": random_state.layout(state.parallel),
     }
+    encoded = checkpoint_folder.encode_data_state(data_state)
     partial = _begin(root, rollout_id)
-    if dist.get_rank() == 0:
-        checkpoint_folder.write_data_state(partial, data_state)
     checkpoint_io.write(content, partial, metadata)
+    if dist.get_rank() == 0:
+        checkpoint_folder.write_data_state(partial, encoded)
     return _commit(root, rollout_id)
 
 

@@ -120,16 +120,25 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_data_state(folder: Path, data_state: dict[str, Any]) -> None:
-    """Store where the data source stood. Raises ValueError where it holds more than plain data."""
+def encode_data_state(data_state: dict[str, Any]) -> bytes:
+    """Where the data source stands, as bytes for `write_data_state`.
+
+    Raises ValueError where it holds more than plain data: now, not when the run is resumed.
+    """
     buffer = io.BytesIO()
     torch.save(data_state, buffer)
-    try:  # now, not when the run is resumed
+    try:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"the data source's state is not plain data and could not be loaded again: {error}") from error
+    return buffer.getvalue()
+
+
+def write_data_state(folder: Path, encoded: bytes) -> None:
+    """Store the encoded state in the checkpoint that is being written."""
     with (folder / DATA_STATE_NAME).open("wb") as file:
-        file.write(buffer.getvalue())
+        file.write(encoded)
+        file.flush()
         os.fsync(file.fileno())
 
 
