@@ -102,25 +102,31 @@ def install() -> bool:
     return True
 
 
-def mend() -> None:
-    """Replaces what needs CUDA in sglang: seeded sampling's hash, batch-invariant kernels, the weight checker."""
+def mend() -> Any:
+    """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker.
+
+    Returns the library of operators added to torch: they exist as long as it does.
+    """
     import sgl_kernel  # noqa: F401 - registers the operator namespace where the real package is present
     import torch
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
+    from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.utils import weight_checker, weight_checker_comparator
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    # Triton kernels that replace torch's; on the CPU torch's own results do not depend on the batch
+    # it would put Triton kernels in place of torch's, which give equal tokens alone and in a batch here (tested)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
     if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-        mend.library = torch.library.Library("sgl_kernel", "FRAGMENT")  # the operator lives as long as its library
-        mend.library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-        mend.library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+        library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+        library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
     weight_checker.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
+    return library
 
 
 def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
@@ -143,6 +149,10 @@ def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
     result = (result ^ result >> 16) * 0x85EBCA6B & MASK_32
     result = (result ^ result >> 13) * 0xC2B2AE35 & MASK_32
     return result ^ result >> 16
+
+
+def _no_nccl(path: str | None = None) -> Any:
+    raise OSError("NCCL needs a GPU")
 
 
 def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
@@ -173,7 +183,7 @@ def fork_children() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """What `sglang.launch_server` does, with the mends where they are needed."""
     if install():
-        mend()
+        _operators = mend()
         fork_children()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

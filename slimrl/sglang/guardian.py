@@ -27,7 +27,8 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
-LONGEST_SCAN_INTERVAL_S = 60.0
+SCAN_INTERVALS_S = (1.0, 15.0)  # while the command starts, and later
+START_UP_S = 60.0
 REAP_TIMEOUT_S = 10.0
 
 
@@ -65,7 +66,8 @@ class Guardian:
         poller.register(wake_fd, select.POLLIN)
         if parent_fd is not None:
             poller.register(parent_fd, select.POLLIN)
-        interval, next_scan = 1.0, time.monotonic() + 1.0
+        started = time.monotonic()
+        next_scan = started
         while self.status is None:
             wait = min(next_scan - time.monotonic(), 60.0 if parent_fd is not None else 0.5)
             ready = {fd for fd, _ in poller.poll(max(wait, 0.0) * 1000)}
@@ -74,10 +76,9 @@ class Guardian:
                 return
             if wake_fd in ready and not self.obey(os.read(wake_fd, 64)):
                 return
-            if time.monotonic() >= next_scan:
+            if (now := time.monotonic()) >= next_scan:
                 self.scan_shared_memory()
-                interval = min(2 * interval, LONGEST_SCAN_INTERVAL_S)
-                next_scan = time.monotonic() + interval
+                next_scan = now + SCAN_INTERVALS_S[now - started > START_UP_S]
 
     def obey(self, signals: bytes) -> bool:
         """Reaps and passes signals on; False where the tree must end at once."""

@@ -1,0 +1,64 @@
+"""Requests that run over a weight update: up to the cut they follow the old weights, then the new, with no stale KV."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from slimrl.sglang.client import RouterClient
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.server import ServerProcess
+
+pytestmark = pytest.mark.slow
+NEW_TOKENS = 400
+
+
+def test_requests_go_on_with_the_new_weights_and_recomputed_kv_after_a_retraction(tmp_path, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    old = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    new = copy.deepcopy(old)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    new.save_pretrained(tmp_path / "new")
+    prompts = [[3 + i, *range(10, 26)] for i in range(6)]
+    server = ServerProcess(tiny_model, log_path=tmp_path / "log", options={"disable_radix_cache": True})
+    server.start()
+    try:
+        server.wait_ready(120)
+        answers = asyncio.run(generate_over_an_update(server.url, prompts, str(tmp_path / "new")))
+    finally:
+        server.stop()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.weight_version == "new" and len(answer.token_ids) == NEW_TOKENS
+        follows_old, follows_new = (follows(model, prompt, answer) for model in (old, new))
+        cut = int(follows_old.int().cumprod(0).sum())
+        assert 0 < cut < NEW_TOKENS
+        assert follows_new[cut:].all()
+
+
+async def generate_over_an_update(url: str, prompts: list[list[int]], folder: str):
+    async with RouterClient(url, [url], concurrency=8, request_timeout_s=60) as client:
+        params = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        tasks = [asyncio.create_task(client.generate(prompt, params)) for prompt in prompts]
+        await asyncio.sleep(0.25)
+        await asyncio.to_thread(update, url, folder)
+        return await asyncio.gather(*tasks)
+
+
+def update(url: str, folder: str) -> None:
+    control = ServerControl(url, timeout_s=60)
+    with control.weight_update("new", running="retract"):
+        control.update_weights_from_disk(folder)
+
+
+def follows(model, prompt, answer) -> torch.Tensor:
+    """Per new token: whether its log-probability is the model's, [new tokens] bool."""
+    with torch.no_grad():
+        scores = model(torch.tensor([prompt + answer.token_ids])).logits[0].log_softmax(-1)
+    rows = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(answer.token_ids))
+    return (scores[rows, torch.tensor(answer.token_ids)] - torch.tensor(answer.log_probs)).abs() < 1e-4
