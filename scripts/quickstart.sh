@@ -141,7 +141,7 @@ unset RAY_ADDRESS
 ray_begin --num-gpus "$SLOTS" --object-store-memory 200000000
 
 say "training: $ENTRY, $PLACEMENT"
-ray_job python3 "$ENTRY" \
+ray_job env CUDA_VISIBLE_DEVICES='' python3 "$ENTRY" \
    "${PLACEMENT_ARGS[@]}" \
    "${MODEL_ARGS[@]}" \
    "${CKPT_ARGS[@]}" \

@@ -18,11 +18,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
     from slimrl.data.sample import Sample
-    from slimrl.rollout.data_source import RolloutDataSource
 
 
 class HookError(ValueError):
     """A hook path that leads nowhere, or to something that does not keep its contract."""
+
+
+class DataSource(Protocol):
+    """Where a rollout function takes its prompts from; slimrl's own is `slimrl.rollout.data_source`."""
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        """The next `num_groups` groups, each of `--n-samples-per-prompt` samples of one prompt."""
+        ...
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        """Gives groups back, to be handed out again."""
+        ...
 
 
 class CustomReward(Protocol):
@@ -47,7 +58,7 @@ class CustomGenerate(Protocol):
 class RolloutFunction(Protocol):
     """`--rollout-function-path`: makes a whole rollout, or a whole evaluation."""
 
-    def __call__(self, args: Arguments, rollout_id: int, data_source: RolloutDataSource, *, evaluation: bool) -> Any:
+    def __call__(self, args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool) -> Any:
         """The groups of a rollout with its metrics, or with `evaluation` the results by data set."""
         ...
 

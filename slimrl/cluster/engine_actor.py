@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from slimrl import platform
 from slimrl.cluster import process_log
 from slimrl.sglang.server import ServerProcess
 
@@ -37,8 +38,9 @@ class EngineActor:
         ready_timeout_s: float,
     ) -> str:
         """Starts the server and waits until it answers; returns its URL. Raises with its last log lines if it dies."""
-        # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        if not platform.is_cpu():
+            # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self._server = ServerProcess(
             model_path,
             host=ray.util.get_node_ip_address(),

@@ -18,6 +18,8 @@ WORKER_ENVIRONMENT = {
     # The engines are reached on addresses of the cluster; a proxy meant for the internet would swallow the requests.
     "NO_PROXY": "*",
     "no_proxy": "*",
+    # Where the driver sees no GPU its workers see none, even on slots that Ray numbers.
+    "CUDA_VISIBLE_DEVICES": "",
 }
 
 
@@ -46,17 +48,29 @@ def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]
             # A folder of our own, short enough for the sockets inside it, so that nothing stays behind.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slimrl-ray-", ignore_cleanup_errors=True))
             logical = {"num_gpus": slots_needed} if platform.is_cpu() else {}
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=log_level,
-                _temp_dir=folder,
-                **logical,
-            )
+            with _visible_to_ray(bool(logical)):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=log_level,
+                    _temp_dir=folder,
+                    **logical,
+                )
         stack.callback(ray.shutdown)
         check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
         yield
+
+
+@contextlib.contextmanager
+def _visible_to_ray(logical: bool) -> Iterator[None]:
+    """Ray refuses more logical GPUs than `CUDA_VISIBLE_DEVICES` names; an empty list there is meant for us alone."""
+    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None) if logical else None
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
 
 
 def check_slots(needed: int, present: int) -> None:
