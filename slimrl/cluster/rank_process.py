@@ -12,10 +12,13 @@ import pickle
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.observability.logs import LOG_FORMAT
+
+if TYPE_CHECKING:
+    from slimrl.weights.sync import WeightUpdater
 
 
 class Rank:
@@ -23,6 +26,7 @@ class Rank:
 
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
+        self._updater: WeightUpdater | None = None
 
     def initialize(self, init_method: str) -> RankStart:
         """Joins the process group, builds and loads the model and the optimizer."""
@@ -56,7 +60,8 @@ class Rank:
 
     def close(self) -> None:
         """Leaves the process groups."""
-        self._updater.close() if hasattr(self, "_updater") else None
+        if self._updater is not None:
+            self._updater.close()
         self._trainer.close()
 
 
@@ -70,7 +75,7 @@ def serve(connection: Connection) -> None:
             return
         try:
             answer = ("value", getattr(rank, method)(*arguments))
-        except Exception as error:  # noqa: BLE001 - every failure is the caller's to raise
+        except Exception as error:
             answer = ("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))

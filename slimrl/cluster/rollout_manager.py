@@ -115,15 +115,16 @@ class RolloutManager:
             groups, extra = output.groups, output.metrics
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
-        self._dump(rollout_id, samples)
         rewards = rewards_of(self._args, samples)
+        metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **extra}
+        self._dump(rollout_id, samples, metrics)
         batch = batch_from_samples(samples, rewards.raw, rewards.normalized)
         shares = self._schedule(batch)
         versions = {version for sample in samples for version in sample.weight_versions}
         return RolloutResult(
             rollout_id=rollout_id,
             batches=[ray.put(pickle.dumps(share)) for share in shares],
-            metrics={**rollout_metrics(samples, rewards.raw.tolist()), **extra},
+            metrics=metrics,
             data_state=data_state,
             weight_version=",".join(sorted(versions)),
             seconds=time.perf_counter() - started,
@@ -152,12 +153,18 @@ class RolloutManager:
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set; the samples are dumped, their numbers returned."""
         results = await self._generator.evaluate(rollout_id)
-        self._dump(rollout_id, [s for result in results.values() for s in result.samples], evaluation=True)
-        return {name: EvaluationReport(result.mean_reward, result.metrics()) for name, result in results.items()}
+        reports = {name: EvaluationReport(result.mean_reward, result.metrics()) for name, result in results.items()}
+        samples = [sample for result in results.values() for sample in result.samples]
+        metrics = {name: value for report in reports.values() for name, value in report.scalars.items()}
+        self._dump(rollout_id, samples, metrics, evaluation=True)
+        return reports
 
-    def _dump(self, rollout_id: int, samples: list[Sample], *, evaluation: bool = False) -> None:
-        if self._args.save_debug_rollout_data:
-            dump.save_rollout(self._args.save_debug_rollout_data, rollout_id, samples, evaluation=evaluation)
+    def _dump(
+        self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], *, evaluation: bool = False
+    ) -> None:
+        template = self._args.save_debug_rollout_data
+        if template:
+            dump.save_rollout(template, rollout_id, samples, metrics=metrics, evaluation=evaluation)
 
     async def close(self) -> None:
         """Ends the client, the router and the servers."""

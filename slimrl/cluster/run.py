@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import ray
 from slimrl.arguments import Arguments
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
 from slimrl.cluster.session import ray_session, worker_environment
-from slimrl.cluster.slots import Slots, plan_slots
+from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_group import TrainGroup
 from slimrl.observability.progress import ProgressBar
@@ -27,31 +28,35 @@ class Run:
     """The verbs of the loops. Made by `open_run`; every verb fails at once when any process has died."""
 
     def __init__(
-        self, args: Arguments, trainers: TrainGroup, manager: ray.actor.ActorHandle, supervisor: Supervisor, log: RunLog
+        self,
+        args: Arguments,
+        start: int,
+        trainers: TrainGroup | None,
+        manager: ray.actor.ActorHandle,
+        supervisor: Supervisor,
+        log: RunLog,
     ) -> None:
+        """`start` is the first rollout to do; `trainers` is None with `--debug-rollout-only`."""
         self.args = args
-        self.weight_version = 0
+        self.rollout_ids = range(start, args.num_rollout)
+        self.weight_version = start
         self._trainers = trainers
         self._manager = manager
         self._supervisor = supervisor
         self._log = log
         self._seconds: dict[str, float] = {}
-        self.rollout_ids = range(0)
+        if self.rollout_ids:
+            logger.info("rollouts %d to %d are to be done", start, args.num_rollout - 1)
+        else:
+            logger.info(
+                "nothing is left to do: the next rollout is %d and --num-rollout is %d", start, args.num_rollout
+            )
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    def initialize(self, start: int, prompts_per_epoch: int) -> None:
-        """Fixes which rollouts this run does: from the checkpoint's next one up to `--num-rollout`."""
-        total = self.args.num_rollout
-        if total is None:
-            total = self.args.num_epoch * (prompts_per_epoch // self.args.rollout_batch_size)
-        self.rollout_ids = range(start, total)
-        self.weight_version = start
-        logger.info("rollouts %d to %d will be generated and trained on", start, total - 1)
 
     def start_generation(self, rollout_id: int) -> ray.ObjectRef:
         """Starts generating a rollout; `finish_generation` waits for it."""
@@ -82,7 +87,9 @@ class Run:
             yield lambda: bar.update_to(*ray.get(self._manager.progress.remote()))
 
     def train(self, rollout: RolloutResult) -> list[dict[str, float]]:
-        """Trains on a rollout; metrics per optimizer step."""
+        """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""
+        if self._trainers is None:
+            return []
         with self._timed("train"):
             return self._trainers.train(rollout.rollout_id, rollout.batches)
 
@@ -93,7 +100,7 @@ class Run:
 
     def update_weights(self, version: int) -> None:
         """Pushes the trained weights to every engine; no generation may be running."""
-        if self.args.debug_train_only:
+        if self._trainers is None or self.args.debug_train_only:
             return
         with self._timed("update_weights"):
             self._trainers.update_weights(version)
@@ -101,9 +108,11 @@ class Run:
 
     def save_if_due(self, rollout: RolloutResult) -> None:
         """Saves on `--save-interval` and after the last rollout."""
+        if self._trainers is None or not self.args.save:
+            return
         done = rollout.rollout_id + 1
-        last = done == self.rollout_ids.stop
-        if self.args.save and self.args.save_interval and (last or done % self.args.save_interval == 0):
+        interval = self.args.save_interval
+        if done == self.rollout_ids.stop or (interval and done % interval == 0):
             with self._timed("save"):
                 folder = self._trainers.save(rollout.rollout_id, rollout.data_state)
             logger.info("saved %s", folder)
@@ -154,7 +163,6 @@ class Run:
 @contextlib.contextmanager
 def open_run(args: Arguments) -> Iterator[Run]:
     """Reserves slots, starts train workers and the inference fleet, loads the checkpoint; ends them all at the end."""
-    run_dir = Path(args.run_dir).absolute()
     plan = plan_slots(args)
     environment = worker_environment(args.train_env_vars)
     with contextlib.ExitStack() as stack:
@@ -163,25 +171,51 @@ def open_run(args: Arguments) -> Iterator[Run]:
         slots = Slots(plan)
         stack.callback(slots.release)
         supervisor = Supervisor()
-        trainers = TrainGroup(args, slots, supervisor, environment)
-        stack.callback(trainers.kill)
-        data_parallel_size = len(plan.train) // args.tensor_model_parallel_size
-        manager = RolloutManager.options(
-            runtime_env={"env_vars": environment}, name="rollout manager", max_concurrency=64
-        ).remote(args, data_parallel_size, run_dir / "logs" / "rollout.log")
+        manager = _start_manager(args, plan, environment)
         stack.callback(ray.kill, manager)
+        args = _with_length(args, manager, supervisor)
 
         logger.info("starting %d train workers and %d rollout slots", len(plan.train), len(plan.rollout))
         starting = manager.start.remote(None if args.debug_train_only else slots, environment)
-        start, data_state = trainers.initialize()
+        trainers, start, data_state = None, args.start_rollout_id or 0, None
+        if not args.debug_rollout_only:
+            trainers = TrainGroup(args, slots, supervisor, environment)
+            stack.callback(trainers.kill)
+            start, data_state = trainers.initialize()
         endpoints = supervisor.get([starting])[0]
         if endpoints:
             supervisor.watch(manager.watch.remote(), lambda error: f"the rollout manager died: {error}")
-            trainers.connect_engines(endpoints)
+            if trainers is not None:
+                trainers.connect_engines(endpoints)
         if data_state is not None:
             supervisor.get([manager.load_data_state.remote(data_state)])
-        run = Run(args, trainers, manager, supervisor, log)
-        run.initialize(start, supervisor.get([manager.prompts_per_epoch.remote()])[0])
-        yield run
-        trainers.close()
+        log.begin(start)
+        yield Run(args, start, trainers, manager, supervisor, log)
+        if trainers is not None:
+            trainers.close()
+        supervisor.forget()
         ray.get(manager.close.remote())
+
+
+def _start_manager(args: Arguments, plan: SlotPlan, environment: dict[str, str]) -> ray.actor.ActorHandle:
+    model_parallel_size = args.tensor_model_parallel_size
+    return RolloutManager.options(
+        runtime_env={"env_vars": environment}, name="rollout manager", max_concurrency=64
+    ).remote(args, max(1, len(plan.train) // model_parallel_size), Path(args.run_dir).absolute() / "logs/rollout.log")
+
+
+def _with_length(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> Arguments:
+    """`args` with `num_rollout` filled in from `--num-epoch` and the number of prompts, where only that is given.
+
+    Raises ValueError where the data set is smaller than one rollout.
+    """
+    if args.num_rollout is not None:
+        return args
+    prompts = supervisor.get([manager.prompts_per_epoch.remote()])[0]
+    per_epoch = prompts // args.rollout_batch_size
+    if per_epoch == 0:
+        raise ValueError(
+            f"--num-epoch {args.num_epoch} gives no rollout: --prompt-data has {prompts} prompts and"
+            f" --rollout-batch-size is {args.rollout_batch_size}; lower it or give --num-rollout"
+        )
+    return dataclasses.replace(args, num_rollout=args.num_epoch * per_epoch)

@@ -11,16 +11,17 @@ import ray
 
 from slimrl import platform
 
-WORKER_ENVIRONMENT = {
+CPU_DEFAULTS = {
     # Several ranks and servers share one machine's cores: one thread each is faster than all fighting.
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # The engines are reached on addresses of the cluster; a proxy meant for the internet would swallow the requests.
-    "NO_PROXY": "*",
-    "no_proxy": "*",
-    # Where the driver sees no GPU its workers see none, even on slots that Ray numbers.
-    "CUDA_VISIBLE_DEVICES": "",
 }
+GPU_DEFAULTS = {
+    # Tensor parallelism overlaps communication and computation in the order in which both were launched.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+# Where the driver sees no GPU its workers see none, even on slots that Ray numbers.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class SlotsMissingError(RuntimeError):
@@ -28,10 +29,11 @@ class SlotsMissingError(RuntimeError):
 
 
 def worker_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Environment of every actor: defaults on a CPU machine, what the user exported, then `--train-env-vars`."""
-    defaults = WORKER_ENVIRONMENT if platform.is_cpu() else {}
-    exported = {name: os.environ[name] for name in defaults if name in os.environ and name == "OMP_NUM_THREADS"}
-    return {**defaults, **exported, **extra}
+    """Environment of every actor: `--train-env-vars`, then what the driver has, then the machine's defaults."""
+    cpu = platform.is_cpu()
+    defaults = CPU_DEFAULTS if cpu else GPU_DEFAULTS
+    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return {**chosen, **extra, **(NO_GPU if cpu else {})}
 
 
 @contextlib.contextmanager

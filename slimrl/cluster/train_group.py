@@ -20,7 +20,7 @@ class TrainGroup:
     def __init__(self, args: Arguments, slots: Slots, supervisor: Supervisor, environment: dict[str, str]) -> None:
         """Starts the actors and watches them; the model is built by `initialize`."""
         self._supervisor = supervisor
-        self._check_equal = args.check_weight_update_equal
+        self._check_equal = args.check_weight_update_equal  # until the first push
         ranks = slots.plan.train
         log_dir = Path(args.run_dir).absolute() / "logs"
         self.workers = [
@@ -54,7 +54,8 @@ class TrainGroup:
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""
-        return self._call("update_weights", str(version), self._check_equal)[0]
+        check_equal, self._check_equal = self._check_equal, False
+        return self._call("update_weights", str(version), check_equal)[0]
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
@@ -63,7 +64,7 @@ class TrainGroup:
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
         self._call("close")
-        self._supervisor.forget()
+        self._supervisor.forget()  # from here on ranks end because they are told to
         ray.get([worker.stop.remote() for worker in self.workers])
         self.kill()
 

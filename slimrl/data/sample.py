@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class SampleStatus(str, Enum):
+class SampleStatus(StrEnum):
     """Where a sample stands: only PENDING and ABORTED samples may be (further) generated."""
 
     PENDING = "pending"

@@ -22,7 +22,6 @@ RESERVED: dict[str, str] = {
     "tp_size": "--rollout-num-gpus-per-engine",
     "random_seed": "--rollout-seed plus the index of the server",
     "enable_memory_saver": "--offload-rollout",
-    "trust_remote_code": "always on: the checkpoint is your own folder",
     "skip_server_warmup": "always on: the first rollout warms the server",
     "weight_version": "it counts the weight updates",
     "host": "the address of the node the server is placed on",

@@ -32,6 +32,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Servers are reached directly; the router would otherwise send its requests through a proxy meant for the internet.
+NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
+
+
 class RouterProcess:
     """One router. `options` holds what the user typed after `--router-`, by the router's own names.
 
@@ -75,6 +79,7 @@ class RouterProcess:
             router_command(self.host, self.port, self._claims[1].first, self._options),
             name=f"SGLang router {self.url}",
             log_path=self.log_path,
+            environment=NO_PROXY,
         )
         self._process.start()
 

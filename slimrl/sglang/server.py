@@ -17,7 +17,7 @@ from typing import Any
 
 import slimrl
 from slimrl.platform import is_cpu
-from slimrl.sglang.calls import answers
+from slimrl.sglang.calls import answers, call
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 from slimrl.sglang.process import ManagedProcess
@@ -27,6 +27,7 @@ NEIGHBOUR_PORTS = 8
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_KV_CACHE_TOKENS = (8192, 65536)  # least and most
 GRACEFUL_STOP_S = 20.0
+FREEZE_TIMEOUT_S = 60.0
 SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_")
 
 
@@ -60,7 +61,6 @@ class ServerProcess:
             "host": host,
             "base_gpu_id": base_gpu_id,
             "random_seed": random_seed,
-            "trust_remote_code": True,
             "skip_server_warmup": True,
             "enable_memory_saver": memory_saver,
         }
@@ -104,6 +104,9 @@ class ServerProcess:
     def wait_ready(self, timeout_s: float) -> None:
         """Waits until the server answers. Raises EngineStartError (exit code, last log lines) if it dies or is late."""
         self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
+        # What exists now lives as long as the server. Otherwise every flush of the cache, two per weight update,
+        # walks through all of it: 0.3 s on the CPU, where a flush collects garbage.
+        call("POST", f"{self.url}/freeze_gc", timeout_s=FREEZE_TIMEOUT_S)
 
     def poll(self) -> int | None:
         """None while the server runs (or was not started), then its exit code."""

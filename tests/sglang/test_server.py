@@ -24,7 +24,7 @@ from slimrl.sglang.server import (
     server_environment,
 )
 
-MANAGED = {"tp_size": 1, "port": 21000, "trust_remote_code": True}
+MANAGED = {"tp_size": 1, "port": 21000}
 
 
 def write_config(folder: Path, **values) -> str:
@@ -50,7 +50,6 @@ def test_a_gpu_server_is_the_plain_sglang_server():
         "sglang.launch_server",
         "--tp-size=1",
         "--port=21000",
-        "--trust-remote-code",
         "--model-path=/model",
     ]
 
