@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "platform": 0,
+    "processes": 0,
     "data": 1,
     "algorithms": 1,
     "arguments": 1,

@@ -36,6 +36,9 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.cluster.supervise import ProcessDiedError
     from slimrl.cluster.train_worker import RankFailedError
     from slimrl.observability.logs import setup_logging
+    from slimrl.processes import ProcessStartError
+    from slimrl.sglang.errors import EngineError
+    from slimrl.weights.servers import WeightSyncError
 
     setup_logging(args.log_level, args.run_dir)
     logger = logging.getLogger("slimrl")
@@ -46,10 +49,13 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     except SlotsMissingError as error:
         logger.error("%s", error)
         return EXIT_REFUSED
-    except (ProcessDiedError, RankFailedError) as error:
+    except (ProcessDiedError, ProcessStartError, RankFailedError, EngineError, WeightSyncError) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     except KeyboardInterrupt:
         logger.error("interrupted; everything that this run started was ended")
         return EXIT_INTERRUPTED
+    except Exception:
+        logger.exception("the run failed")  # the last floor: into the run's log as well as onto the terminal
+        return EXIT_FAILED
     return 0

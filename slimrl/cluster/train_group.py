@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from slimrl.cluster.slots import TRAIN_SHARE, Slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_worker import TrainWorker
 from slimrl.weights.sync import EngineEndpoint
+
+logger = logging.getLogger("slimrl")
 
 
 class TrainGroup:
@@ -55,7 +58,10 @@ class TrainGroup:
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""
         check_equal, self._check_equal = self._check_equal, False
-        return self._call("update_weights", str(version), check_equal)[0]
+        report = self._call("update_weights", str(version), check_equal)[0]
+        if check_equal:
+            logger.info("the weights of every engine equal the trained ones, bit for bit")
+        return report
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""

@@ -15,7 +15,7 @@ from ray import ObjectRef
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
-from slimrl.sglang.process import ManagedProcess
+from slimrl.processes import ManagedProcess
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0

@@ -7,10 +7,6 @@ class EngineError(RuntimeError):
     """Any failure of an engine or of a call to one."""
 
 
-class EngineStartError(EngineError):
-    """A server or the router died, or did not become ready in time, while it was started."""
-
-
 class EngineRequestError(EngineError):
     """The engine refused a request (HTTP 4xx): sending it again would be refused again."""
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimrl.processes import POLL_INTERVAL_S, ManagedProcess
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
 from slimrl.sglang.flags import RESERVED_ROUTER, render_options, router_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
-from slimrl.sglang.process import POLL_INTERVAL_S, ManagedProcess
 
 CALL_TIMEOUT_S = 10.0
 REMOVE_TIMEOUT_S = 30.0
@@ -86,12 +86,12 @@ class RouterProcess:
     def wait_alive(self, timeout_s: float) -> None:
         """Waits until the router takes calls, with or without servers.
 
-        Raises EngineStartError (exit code, last log lines) if it dies or is late.
+        Raises ProcessStartError (exit code, last log lines) if it dies or is late.
         """
         self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
 
     def wait_ready(self, n_workers: int, timeout_s: float) -> None:
-        """Waits until `n_workers` servers are in use. Raises EngineStartError if the router dies or time is over."""
+        """Waits until `n_workers` servers are in use. Raises ProcessStartError if the router dies or time is over."""
         self._started().wait_until(lambda: self._ready(n_workers), timeout_s)
 
     def add_worker(self, url: str) -> None:

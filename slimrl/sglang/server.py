@@ -17,10 +17,10 @@ from typing import Any
 
 import slimrl
 from slimrl.platform import is_cpu
+from slimrl.processes import ManagedProcess
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
-from slimrl.sglang.process import ManagedProcess
 
 # SGLang puts up to 6 sockets next to its rendezvous port, and one per data-parallel rank
 NEIGHBOUR_PORTS = 8
@@ -102,7 +102,10 @@ class ServerProcess:
         self._process.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the server answers. Raises EngineStartError (exit code, last log lines) if it dies or is late."""
+        """Waits until the server answers.
+
+        Raises ProcessStartError (exit code, last log lines) if it dies or is late.
+        """
         self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
         # What exists now lives as long as the server. Otherwise every flush of the cache, two per weight update,
         # walks through all of it: 0.3 s on the CPU, where a flush collects garbage.

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.sglang.errors import EngineStartError
+from slimrl.processes import ProcessStartError
 from slimrl.sglang.ports import LOWEST_PORT, claim_port, claim_ports
 from slimrl.sglang.router import router_command
 from slimrl.sglang.server import (
@@ -118,7 +118,7 @@ def test_a_server_that_dies_at_its_start_is_reported_with_its_code_and_words(tmp
     server = ServerProcess(write_config(tmp_path / "model"), log_path=tmp_path / "log", options={"context_length": "x"})
     server.start()
     with pytest.raises(
-        EngineStartError, match=r"(?s)died with exit code 2; last lines of .*Invalid integer value: 'x'"
+        ProcessStartError, match=r"(?s)died with exit code 2; last lines of .*Invalid integer value: 'x'"
     ):
         server.wait_ready(120)
     server.stop()

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.sglang.errors import EngineStartError
-from slimrl.sglang.process import ManagedProcess
+from slimrl.processes import ManagedProcess, ProcessStartError
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +83,7 @@ def test_stop_first_asks_and_then_kills(tmp_path):
 def test_a_child_that_ends_by_itself_takes_its_tree_along_and_its_exit_code_is_kept(tmp_path):
     process = managed(tmp_path, "import subprocess; subprocess.Popen(['sleep', '600']); raise SystemExit(7)")
     process.start()
-    with pytest.raises(EngineStartError, match="exit code 7"):
+    with pytest.raises(ProcessStartError, match="exit code 7"):
         process.wait_until(lambda: False, timeout_s=20)
     assert process.poll() == 7 and process.stop() == 7
 
@@ -93,7 +92,7 @@ def test_a_signal_that_ends_the_child_is_named(tmp_path):
     process = managed(tmp_path, "import os; print('last words', flush=True); os.kill(os.getpid(), 11)")
     process.start()
     started = time.monotonic()
-    with pytest.raises(EngineStartError, match=r"exit code -11 \(SIGSEGV\).*\nlast words"):
+    with pytest.raises(ProcessStartError, match=r"exit code -11 \(SIGSEGV\).*\nlast words"):
         process.wait_until(lambda: False, timeout_s=20)
     assert time.monotonic() - started < 5
 
@@ -102,7 +101,7 @@ def test_a_second_start_shows_only_its_own_last_lines(tmp_path):
     process = managed(tmp_path, "print('again')")
     for _ in range(2):
         process.start()
-        with pytest.raises(EngineStartError, match="exit code 0"):
+        with pytest.raises(ProcessStartError, match="exit code 0"):
             process.wait_until(lambda: False, timeout_s=20)
     assert process.last_log_lines() == "again"
     assert process.log_path.read_text().splitlines() == ["again", "again"]
@@ -130,7 +129,7 @@ def test_nothing_survives_the_parent_but_everything_survives_its_threads(tmp_pat
 PARENT = """
 import sys, threading, time
 from pathlib import Path
-from slimrl.sglang.process import ManagedProcess
+from slimrl.processes import ManagedProcess
 folder, how, tree = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 process = ManagedProcess([sys.executable, "-c", tree], name="x", log_path=folder / "log",
                          shared_memory_prefixes=["slimrl-test-"])
@@ -155,7 +154,7 @@ def test_the_child_dies_with_a_killed_guardian(tmp_path):
 
 
 def test_a_guardian_whose_parent_is_gone_already_starts_nothing(tmp_path):
-    guardian = Path(slimrl.__file__).parent / "sglang" / "guardian.py"
+    guardian = Path(slimrl.__file__).parent / "processes" / "guardian.py"
     gone = subprocess.Popen(["true"])
     gone.wait()
     marker = tmp_path / "started"
@@ -167,5 +166,5 @@ def test_a_guardian_whose_parent_is_gone_already_starts_nothing(tmp_path):
 def test_a_command_that_does_not_exist_is_reported(tmp_path):
     process = ManagedProcess(["/no/such/program"], name="test server", log_path=tmp_path / "log")
     process.start()
-    with pytest.raises(EngineStartError, match="exit code 127.*\n.*cannot run /no/such/program"):
+    with pytest.raises(ProcessStartError, match="exit code 127.*\n.*cannot run /no/such/program"):
         process.wait_until(lambda: False, timeout_s=20)

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slimrl.sglang.errors import EngineStartError
-
 GUARDIAN = Path(__file__).with_name("guardian.py")
 POLL_INTERVAL_S = 0.05
 KILL_TIMEOUT_S = 15.0
 LOG_TAIL_BYTES = 64 * 1024
+
+
+class ProcessStartError(RuntimeError):
+    """A child died, or did not become ready in time, while it was waited for."""
 
 
 class ManagedProcess:
@@ -93,14 +95,14 @@ class ManagedProcess:
         return "\n".join(lines[-count:]) or f"({self.log_path} has no new lines)"
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Waits until `ready()`. Raises EngineStartError when the child dies or the time is over."""
+        """Waits until `ready()`. Raises ProcessStartError when the child dies or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             code = self.poll()
             if code is not None:
-                raise EngineStartError(f"{self.name} died with {describe_exit(code)}; {self._tail()}")
+                raise ProcessStartError(f"{self.name} died with {describe_exit(code)}; {self._tail()}")
             if time.monotonic() > deadline:
-                raise EngineStartError(f"{self.name} was not ready after {timeout_s:g} s; {self._tail()}")
+                raise ProcessStartError(f"{self.name} was not ready after {timeout_s:g} s; {self._tail()}")
             time.sleep(POLL_INTERVAL_S)
 
     def stop(self, timeout_s: float = 0.0) -> int | None:
