@@ -11,6 +11,7 @@ import logging
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 class Rank:
     """The calls that the actor forwards; each is collective over all ranks."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, on_progress: Callable[[int, int], None]) -> None:
         self._setup = setup
+        self._on_progress = on_progress
         self._updater: WeightUpdater | None = None
 
     def initialize(self, init_method: str) -> RankStart:
@@ -34,7 +36,12 @@ class Rank:
 
         setup = self._setup
         self._trainer = MegatronTrainer(
-            setup.args, rank=setup.rank, world_size=setup.world_size, local_rank=0, init_method=init_method
+            setup.args,
+            rank=setup.rank,
+            world_size=setup.world_size,
+            local_rank=0,
+            init_method=init_method,
+            on_progress=self._on_progress,
         )
         trainer = self._trainer
         return RankStart(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
@@ -66,8 +73,15 @@ class Rank:
 
 
 def serve(connection: Connection) -> None:
-    """Answers calls `(method, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up."""
-    rank = Rank(pickle.loads(connection.recv_bytes()))
+    """Answers calls `(method, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up.
+
+    Before the answer of a long call there may come any number of `("progress", (done, total))`.
+    """
+
+    def tell(done: int, total: int) -> None:
+        connection.send_bytes(pickle.dumps(("progress", (done, total))))
+
+    rank = Rank(pickle.loads(connection.recv_bytes()), tell)
     while True:
         try:
             method, arguments = pickle.loads(connection.recv_bytes())

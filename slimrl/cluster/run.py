@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ray
@@ -64,7 +64,7 @@ class Run:
 
     def finish_generation(self, generation: ray.ObjectRef) -> RolloutResult:
         """The generated rollout, once it is complete."""
-        with self._timed("wait_for_rollout"), self._progress("generate") as update:
+        with self._timed("wait_for_rollout"), self._progress("generate", self._manager.progress.remote) as update:
             result: RolloutResult = self._supervisor.get([generation], progress=update)[0]
         self._seconds["generate"] = result.seconds
         return result
@@ -79,19 +79,19 @@ class Run:
         return self.finish_generation(self.start_generation(rollout_id))
 
     @contextlib.contextmanager
-    def _progress(self, title: str) -> Iterator[object]:
-        with ProgressBar(title) as bar:
-            if not bar.enabled:
-                yield None
-                return
-            yield lambda: bar.update_to(*ray.get(self._manager.progress.remote()))
+    def _progress(
+        self, title: str, ask: Callable[[], ray.ObjectRef], unit: str = "sample"
+    ) -> Iterator[Callable[[], None] | None]:
+        """A bar that shows what `ask` answers with; None where nobody watches."""
+        with ProgressBar(title, unit=unit) as bar:
+            yield (lambda: bar.update_to(*ray.get(ask()))) if bar.enabled else None
 
     def train(self, rollout: RolloutResult) -> list[dict[str, float]]:
         """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""
         if self._trainers is None:
             return []
-        with self._timed("train"):
-            return self._trainers.train(rollout.rollout_id, rollout.batches)
+        with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
+            return self._trainers.train(rollout.rollout_id, rollout.batches, update)
 
     def weights_due(self, rollout_id: int) -> bool:
         """Whether the asynchronous loop pushes after this rollout (`--update-weights-interval`, and the last)."""
@@ -135,7 +135,7 @@ class Run:
             self._evaluate(rollout_id + 1, "after" if rollout_id + 1 == self.rollout_ids.stop else rollout_id + 1)
 
     def _evaluate(self, step: int, when: str | int) -> None:
-        with self._timed("evaluate"), self._progress("evaluate") as update:
+        with self._timed("evaluate"), self._progress("evaluate", self._manager.progress.remote) as update:
             results = self._supervisor.get([self._manager.evaluate.remote(step)], progress=update)[0]
         self._log.evaluation(when, step, results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,16 @@ class TrainGroup:
         """Prepares weight pushes to the engines."""
         self._call("connect_engines", endpoints)
 
-    def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> list[dict[str, float]]:
+    def train(
+        self, rollout_id: int, batches: list[ray.ObjectRef], progress: Callable[[], None] | None = None
+    ) -> list[dict[str, float]]:
         """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
-        return self._supervisor.get([worker.train.remote(rollout_id, batches) for worker in self.workers])[0]
+        calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
+        return self._supervisor.get(calls, progress=progress)[0]
+
+    def progress(self) -> ray.ObjectRef:
+        """A reference to how far rank 0 is in its training: (micro-batches begun, all)."""
+        return self.workers[0].progress.remote()
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""

@@ -25,12 +25,13 @@ class RankFailedError(RuntimeError):
     """A call failed inside a rank; the text holds the rank's own traceback."""
 
 
-@ray.remote(concurrency_groups={"watch": 1})
+@ray.remote(concurrency_groups={"watch": 1, "progress": 1})
 class TrainWorker:
     """One rank of training. Calls run one after another; `watch` is pending beside them."""
 
     def __init__(self, args: Arguments, rank: int, world_size: int, log_path: Path) -> None:
         self._rank = rank
+        self._progress = (0, 0)
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         self._process = ManagedProcess(
@@ -54,6 +55,11 @@ class TrainWorker:
             f" code {code}; last lines of {process.log_path}:\n{process.last_log_lines(20)}"
         )
 
+    @ray.method(concurrency_group="progress")
+    def progress(self) -> tuple[int, int]:
+        """Micro-batches begun by the running `train`, and all of them, over its passes."""
+        return self._progress
+
     def free_address(self) -> str:
         """`tcp://host:port` of this node for torch.distributed's rendezvous."""
         with socket.socket() as probe:
@@ -71,9 +77,13 @@ class TrainWorker:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls `Rank.<method>` in the rank's process. Raises RankFailedError with the rank's traceback."""
+        self._progress = (0, 0)
         try:
             self._connection.send_bytes(pickle.dumps((method, arguments)))
             kind, value = pickle.loads(self._connection.recv_bytes())
+            while kind == "progress":
+                self._progress = value
+                kind, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise RankFailedError(f"train worker rank {self._rank} ended during {method}") from error
         if kind == "error":

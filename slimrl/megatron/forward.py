@@ -95,15 +95,23 @@ def _run(
 
 @torch.no_grad()
 def compute_log_probs(
-    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], settings: LogProbSettings, response_tokens: int
+    model: DistributedDataParallel,
+    micro_batches: Sequence[MicroBatch],
+    settings: LogProbSettings,
+    response_tokens: int,
+    on_micro_batch: Callable[[], None],
 ) -> Tensor:
-    """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient."""
+    """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient.
+
+    `on_micro_batch` is called at the begin of each.
+    """
 
     def collect(micro_batch: MicroBatch, logits: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
         return micro_batch.response_index, settings(logits, micro_batch)[0]
 
     def step(iterator: Iterator[MicroBatch], wrapped: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
+        on_micro_batch()
         return _forward(wrapped, micro_batch), partial(collect, micro_batch)
 
     model.eval()
@@ -121,8 +129,12 @@ def forward_backward(
     columns: ResponseColumns,
     log_prob_settings: LogProbSettings,
     loss_settings: PolicyLossSettings,
+    on_micro_batch: Callable[[], None],
 ) -> list[PolicyLossSums]:
-    """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks."""
+    """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
+
+    `on_micro_batch` is called at the begin of each.
+    """
 
     def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
         log_probs, entropy = log_prob_settings(logits, micro_batch)
@@ -132,6 +144,7 @@ def forward_backward(
 
     def step(iterator: Iterator[MicroBatch], wrapped: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
+        on_micro_batch()
         return _forward(wrapped, micro_batch), partial(loss, micro_batch)
 
     return _run(model, micro_batches, step, forward_only=False)

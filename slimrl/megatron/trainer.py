@@ -6,12 +6,15 @@ Needs no Ray: started once per process, with the same calls in the same order on
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
@@ -34,12 +37,24 @@ class MegatronTrainer:
     that was resumed, else None), `parallel`, `model` (the bare GPTModel).
     """
 
-    def __init__(self, args: Arguments, *, rank: int, world_size: int, local_rank: int, init_method: str):
+    def __init__(
+        self,
+        args: Arguments,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        init_method: str,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
         """Opens the process groups, builds and loads everything; collective over `world_size` processes.
+
+        `on_progress(done, total)` hears of every micro-batch that `train` begins, in any of its passes.
 
         Raises FileNotFoundError where neither --load nor --ref-load holds a checkpoint.
         """
         self.args = args
+        self._on_progress = on_progress
         self.parallel = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
         )
@@ -107,10 +122,17 @@ class MegatronTrainer:
         the gradient is not finite; saved checkpoints are untouched then.
         """
         steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
-        columns = self._columns(batch, [micro_batch for step in steps for micro_batch in step])
+        everything = [micro_batch for step in steps for micro_batch in step]
+        passes = 2 if self._reference is None else 3
+        count = itertools.count(1)
+
+        def advance() -> None:
+            self._on_progress(next(count), passes * len(everything))
+
+        columns = self._columns(batch, everything, advance)
         metrics = []
         for number, (micro_batches, samples) in enumerate(zip(steps, batch.samples_per_step, strict=True)):
-            metrics.append(self._train_step(micro_batches, columns) | {"samples": float(samples)})
+            metrics.append(self._train_step(micro_batches, columns, advance) | {"samples": float(samples)})
             if not math.isfinite(metrics[-1]["grad_norm"]) and not self.args.fp16:
                 raise FloatingPointError(
                     f"rollout {rollout_id}, optimizer step {number}: the gradient norm is {metrics[-1]['grad_norm']};"
@@ -122,14 +144,20 @@ class MegatronTrainer:
         multiple = self.args.data_pad_size_multiplier * self.parallel.tp_size
         return pack_micro_batch(batch, rows, length_multiple=multiple, device=self.parallel.device)
 
-    def _columns(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> ResponseColumns:
+    def _columns(
+        self, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
+    ) -> ResponseColumns:
         """Everything the loss needs that does not change during the rollout's optimizer steps."""
         device, length = self.parallel.device, batch.loss_mask.numel()
+
+        def log_probs() -> Tensor:
+            return compute_log_probs(self._wrapped, micro_batches, self._log_prob_settings, length, advance)
+
         ref_log_probs = None
         if self._reference is not None:
             with self._reference.swapped_in(self.model):
-                ref_log_probs = compute_log_probs(self._wrapped, micro_batches, self._log_prob_settings, length)
-        train_log_probs = compute_log_probs(self._wrapped, micro_batches, self._log_prob_settings, length)
+                ref_log_probs = log_probs()
+        train_log_probs = log_probs()
         rollout_log_probs = batch.rollout_log_probs.to(device)
         return ResponseColumns(
             old_log_probs=rollout_log_probs if self.args.use_rollout_logprobs else train_log_probs,
@@ -140,11 +168,15 @@ class MegatronTrainer:
             loss_mask=batch.loss_mask.to(device),
         )
 
-    def _train_step(self, micro_batches: list[MicroBatch], columns: ResponseColumns) -> dict[str, float]:
+    def _train_step(
+        self, micro_batches: list[MicroBatch], columns: ResponseColumns, advance: Callable[[], None]
+    ) -> dict[str, float]:
         # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = forward_backward(self._wrapped, micro_batches, columns, self._log_prob_settings, self._loss_settings)
+        sums = forward_backward(
+            self._wrapped, micro_batches, columns, self._log_prob_settings, self._loss_settings, advance
+        )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         updated, gradient_norm, _ = self.optimizer.step()
         if updated:
