@@ -114,5 +114,3 @@ def test_interrupting_ends_everything(tiny, tmp_path):
     assert done.code == 130
     assert harness.wait_until_gone(done.mark) == []
     assert harness.shared_memory() - before == set()
-
-

@@ -20,6 +20,7 @@ class StepResult:
     metrics: list[dict[str, float]]
     weights: dict[str, Tensor]  # by Hugging Face name, whole
     gradients: dict[str, Tensor]  # of the last step, clipped, by Hugging Face name
+    progress: list[tuple[int, int]]  # what was reported while it trained
 
 
 def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, target: Path) -> None:
@@ -59,11 +60,11 @@ def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def start(rank: int, world_size: int, init_method: str, args: Arguments) -> Any:
+def start(rank: int, world_size: int, init_method: str, args: Arguments, **more: Any) -> Any:
     """A trainer."""
     from slimrl.megatron.trainer import MegatronTrainer
 
-    return MegatronTrainer(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    return MegatronTrainer(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method, **more)
 
 
 def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
@@ -83,8 +84,9 @@ def train_once(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> StepResult | list[dict[str, float]]:
     """Train on one rollout; rank 0 gives everything, the others their metrics."""
-    trainer = start(rank, world_size, init_method, args)
+    progress = []
+    trainer = start(rank, world_size, init_method, args, on_progress=lambda *now: progress.append(now))
     metrics = trainer.train(0, share_of(trainer, rollout))
-    result = StepResult(metrics, export(trainer), export(trainer, gradients=True))
+    result = StepResult(metrics, export(trainer), export(trainer, gradients=True), progress)
     trainer.close()
     return result if rank == 0 else metrics

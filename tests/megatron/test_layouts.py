@@ -130,6 +130,12 @@ def test_before_the_first_update_the_ratio_is_one_and_the_kl_to_oneself_is_zero(
     assert second["kl_loss"] > 1e-4
 
 
+def test_progress_counts_the_micro_batches_of_all_three_passes(rollout: Any, models: Any, one_rank: Any):
+    progress = one_rank.run(ranks.train_once, flags(models, micro_batch_size=2), rollout)[0].progress
+    total = 3 * len(rollout) // 2  # reference, log-probabilities before the update, training; two samples each
+    assert progress == [(number, total) for number in range(1, total + 1)]
+
+
 def test_the_logged_mismatch_with_the_engine_is_over_trained_tokens(rollout: Any, models: Any, one_rank: Any):
     result = one_rank.run(ranks.train_once, flags(models), rollout)[0]
     policy = reference.load_model(models.policy_hf)
