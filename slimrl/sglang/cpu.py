@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slimrl.sglang.cpu_defaults import with_defaults
+
 ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
 MASK_32 = 0xFFFFFFFF
 
@@ -181,10 +183,12 @@ def fork_children() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """What `sglang.launch_server` does, with the mends where they are needed."""
+    """What `sglang.launch_server` does, with the mends and the defaults where they are needed."""
+    words = list(sys.argv[1:] if argv is None else argv)
     if install():
         _operators = mend()
         fork_children()
+        words = with_defaults(words)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -192,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args(list(sys.argv[1:] if argv is None else argv)))
+        run_server(prepare_server_args(words))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

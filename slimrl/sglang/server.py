@@ -7,7 +7,6 @@ the same server. Called by the engine actors and by tests.
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import sys
 import tempfile
@@ -24,8 +23,6 @@ from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 
 # SGLang puts up to 6 sockets next to its rendezvous port, and one per data-parallel rank
 NEIGHBOUR_PORTS = 8
-CPU_KV_CACHE_BYTES = 1 << 30
-CPU_KV_CACHE_TOKENS = (8192, 65536)  # least and most
 GRACEFUL_STOP_S = 20.0
 FREEZE_TIMEOUT_S = 60.0
 SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_")
@@ -145,38 +142,8 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], *, cp
     clash = sorted(options.keys() & RESERVED.keys())
     if clash:
         raise ValueError(f"--sglang-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED[clash[0]]})")
-    defaults = cpu_defaults(managed["model_path"]) if cpu else {}
     entry = "slimrl.sglang.cpu" if cpu else "sglang.launch_server"
-    return [sys.executable, "-m", entry, *render_options({**defaults, **options, **managed}, server_flags())]
-
-
-def cpu_defaults(model_path: str) -> dict[str, Any]:
-    """What a server needs on a machine without CUDA, unless the user says otherwise."""
-    return {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "dtype": "float32",
-        "disable_overlap_schedule": True,
-        "sleep_on_idle": True,
-        "max_total_tokens": kv_cache_tokens(model_path),
-    }
-
-
-def kv_cache_tokens(model_path: str) -> int:
-    """Tokens of KV cache that fit into 1 GiB at float32, within the bounds of `CPU_KV_CACHE_TOKENS`.
-
-    Raises FileNotFoundError where the model folder has no config.json.
-    """
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: --hf-checkpoint must be a folder in Hugging Face format")
-    config = json.loads(path.read_text())
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    bytes_per_token = 2 * 4 * config["num_hidden_layers"] * kv_heads * head_size
-    least, most = CPU_KV_CACHE_TOKENS
-    return max(least, min(most, CPU_KV_CACHE_BYTES // bytes_per_token))
+    return [sys.executable, "-m", entry, *render_options({**options, **managed}, server_flags())]
 
 
 def rendezvous(options: Mapping[str, Any], host: str, first_port: int) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import pytest
 
 import slimrl
 from slimrl.processes import ProcessStartError
+from slimrl.sglang.cpu_defaults import kv_cache_tokens, with_defaults
 from slimrl.sglang.ports import LOWEST_PORT, claim_port, claim_ports
 from slimrl.sglang.router import router_command
 from slimrl.sglang.server import (
     ServerProcess,
-    kv_cache_tokens,
     rendezvous,
     server_command,
     server_environment,
@@ -33,13 +33,24 @@ def write_config(folder: Path, **values) -> str:
     return str(folder)
 
 
+def test_a_cpu_server_is_the_same_server_behind_another_door():
+    arguments = {**MANAGED, "model_path": "/model"}, {"dtype": "bfloat16"}
+    on_gpu, on_cpu = server_command(*arguments, cpu=False), server_command(*arguments, cpu=True)
+    assert on_cpu[2] == "slimrl.sglang.cpu"
+    assert on_cpu[3:] == on_gpu[3:]
+
+
 def test_a_cpu_server_gets_what_it_needs_and_the_user_wins(tmp_path):
-    managed = {**MANAGED, "model_path": write_config(tmp_path)}
-    command = server_command(managed, {"dtype": "bfloat16", "enable_metrics": True}, cpu=True)
-    assert command[1:3] == ["-m", "slimrl.sglang.cpu"]
-    assert {"--device=cpu", "--attention-backend=torch_native", "--dtype=bfloat16", "--sleep-on-idle"} <= set(command)
-    assert "--dtype=float32" not in command and "--enable-metrics" in command
-    assert "--max-total-tokens=65536" in command
+    for given in (["--model-path", write_config(tmp_path)], [f"--model-path={write_config(tmp_path)}"]):
+        words = with_defaults([*given, "--dtype=bfloat16"])
+        assert {"--device=cpu", "--attention-backend=torch_native", "--sleep-on-idle"} <= set(words)
+        assert words.index("--dtype=float32") < words.index("--dtype=bfloat16")  # the last one counts
+        assert "--max-total-tokens=65536" in words
+
+
+def test_the_kv_cache_of_a_model_that_is_not_here_is_left_to_the_server():
+    words = with_defaults(["--model-path", "some/model"])
+    assert not any(word.startswith("--max-total-tokens") for word in words)
 
 
 def test_a_gpu_server_is_the_plain_sglang_server():
@@ -61,15 +72,17 @@ def test_an_option_that_slimrl_decides_is_refused():
         router_command("127.0.0.1", 1, 2, {"worker_urls": ["x"]})
 
 
-def test_the_kv_cache_of_a_cpu_server_is_bounded_by_memory(tmp_path):
-    # 28 layers x 8 heads x 128 x 2 (key, value) x 4 bytes = 229376 bytes per token; 2^30 / 229376 = 4681 tokens
-    assert kv_cache_tokens(write_config(tmp_path, num_hidden_layers=28, num_key_value_heads=8, head_dim=128)) == 8192
-    # 12 x 2 x 64 x 2 x 4 = 12288 bytes per token; 2^30 / 12288 = 87381 tokens
-    assert kv_cache_tokens(write_config(tmp_path, num_hidden_layers=12, num_key_value_heads=2, head_dim=64)) == 65536
-    # 24 x 4 x 64 x 2 x 4 = 49152 bytes per token
-    assert kv_cache_tokens(write_config(tmp_path, num_hidden_layers=24, num_key_value_heads=4, head_dim=64)) == 21845
-    with pytest.raises(FileNotFoundError, match="--hf-checkpoint"):
-        kv_cache_tokens(str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "head_dim", "tokens"),
+    [
+        (28, 8, 128, 8192),  # 28 x 8 x 128 x 2 (key, value) x 4 bytes = 229376 bytes per token; 2^30 / 229376 = 4681
+        (12, 2, 64, 65536),  # 12 x 2 x 64 x 2 x 4 = 12288 bytes per token; 2^30 / 12288 = 87381
+        (24, 4, 64, 21845),  # 24 x 4 x 64 x 2 x 4 = 49152 bytes per token
+    ],
+)
+def test_the_kv_cache_of_a_cpu_server_is_bounded_by_memory(tmp_path, layers, kv_heads, head_dim, tokens):
+    write_config(tmp_path, num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
+    assert kv_cache_tokens(tmp_path) == tokens
 
 
 def test_the_environment_of_a_gpu_server_holds_nothing_of_the_cpu():

@@ -1,0 +1,47 @@
+"""What a server needs on a machine without CUDA, unless its command line says otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULTS = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--dtype=float32",
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",
+)
+KV_CACHE_BYTES = 1 << 30
+KV_CACHE_TOKENS = (8192, 65536)  # least and most
+
+
+def with_defaults(argv: Sequence[str]) -> list[str]:
+    """`argv` behind the defaults: of two equal flags the last one counts.
+
+    Left to itself the server would take most of the machine's memory for its KV cache.
+    """
+    model = _model_path(argv)
+    cache = [f"--max-total-tokens={kv_cache_tokens(model)}"] if model is not None else []
+    return [*DEFAULTS, *cache, *argv]
+
+
+def _model_path(argv: Sequence[str]) -> Path | None:
+    """The local folder behind `--model-path` (or `--model`), if there is one."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for flag, value in zip(words, words[1:], strict=False):
+        if flag in ("--model-path", "--model") and (Path(value) / "config.json").is_file():
+            return Path(value)
+    return None
+
+
+def kv_cache_tokens(model_path: Path) -> int:
+    """Tokens of KV cache that fit into 1 GiB at float32, within the bounds of `KV_CACHE_TOKENS`."""
+    config = json.loads((model_path / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    bytes_per_token = 2 * 4 * config["num_hidden_layers"] * kv_heads * head_size
+    least, most = KV_CACHE_TOKENS
+    return max(least, min(most, KV_CACHE_BYTES // bytes_per_token))
