@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -26,73 +29,100 @@ class Started:
     mark: str
     run_dir: Path
     log: Path
+    temporary: Path
     started: float
+    shared_memory: set[str]
 
     def finish(self, timeout: float) -> Finished:
+        """Waits for its end and collects what it left; cleans that up, so that one failure does not breed others."""
         code = self.process.wait(timeout)
-        return Finished(code, self.log.read_text(), self.run_dir, time.monotonic() - self.started, self.mark)
+        seconds = time.monotonic() - self.started
+        left = [*wait_until_gone(self.mark), *self._left_files()]
+        self._clean_up()
+        return Finished(code, self.log.read_text(), self.run_dir, seconds, left)
 
-    def processes(self) -> list[psutil.Process]:
-        return marked_processes(self.mark)
+    def processes(self, text: str = "") -> list[psutil.Process]:
+        """Living processes of this run whose command line holds `text`."""
+        return marked_processes(self.mark, text)
 
     def wait_for_line(self, text: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while text not in self.log.read_text():
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.log.read_text()[-4000:]}"
             assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.log.read_text()[-4000:]}"
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def kill_everything(self) -> None:
-        for process in self.processes():
-            process.send_signal(signal.SIGKILL)
+        """SIGKILL to every process of the run, and the files removed that nobody was left to remove."""
+        while processes := self.processes():
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
         self.process.wait(10)
+        self._clean_up()
+
+    def _left_files(self) -> list[str]:
+        # compiled kernels are kept on purpose, for the next server
+        temporary = {name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")}
+        return sorted(temporary | (shared_memory() - self.shared_memory))
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        for name in shared_memory() - self.shared_memory:
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @dataclasses.dataclass
 class Finished:
-    """How a run ended."""
+    """How a run ended. `left` are processes and files that should have gone with it."""
 
     code: int
     output: str
     run_dir: Path
     seconds: float
-    mark: str
+    left: list[str]
 
     @property
     def summary(self) -> dict:
         return json.loads((self.run_dir / "summary.json").read_text())
 
+    def steps(self, name: str) -> list:
+        """One value per step of the summary."""
+        return [step[name] for step in self.summary["steps"]]
 
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """Living processes that inherited `mark` in their environment."""
+
+def marked_processes(mark: str, text: str = "") -> list[psutil.Process]:
+    """Living processes that inherited `mark` in their environment and hold `text` in their command line."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            alive = process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+            if alive and text in " ".join(process.cmdline()):
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
-            continue
     return found
 
 
 def wait_until_gone(mark: str, timeout: float = 20.0) -> list[str]:
-    """Command lines of what is still alive `timeout` seconds later; empty when all is gone."""
+    """What is still alive `timeout` seconds later; empty when all is gone."""
     deadline = time.monotonic() + timeout
     while (left := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
+    return [str(process) for process in left]
 
 
 def start(entry: str, flags: list[str], folder: Path, run_name: str, home: Path) -> Started:
-    """Starts `python <entry> <flags>` in `folder` with a bare environment."""
+    """Starts `python <entry> <flags>` in `folder` with a bare environment and a temporary folder of its own."""
     mark = uuid.uuid4().hex
     log = folder / f"{run_name}-{mark[:6]}.out"
+    temporary = Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets lie in it
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": str(home),
+        "TMPDIR": str(temporary),
         "OMP_NUM_THREADS": "1",
         MARK: mark,
     }
+    before = shared_memory()
     with open(log, "w") as output:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / entry), *flags, "--run-name", run_name],
@@ -102,7 +132,7 @@ def start(entry: str, flags: list[str], folder: Path, run_name: str, home: Path)
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Started(process, mark, folder / "runs" / run_name, log, time.monotonic())
+    return Started(process, mark, folder / "runs" / run_name, log, temporary, time.monotonic(), before)
 
 
 def shared_memory() -> set[str]:

@@ -1,66 +1,79 @@
-"""Training and generation on the same slots: on-policy truth, determinism, resume after SIGKILL, a clean end."""
+"""Training and generation on the same slots: on-policy truth, determinism, resume, replay, export, a clean end."""
 
-import signal
+import json
 
 import pytest
 
-from tests.end_to_end import harness
+from slimrl.observability.dump import read_dump
+from tests.end_to_end import checkpoints, harness, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-STEPS = 4
+STEPS = 8
+LAST = f"iter_{STEPS - 1:07d}"
 
 
 def colocated(tiny, folder, **changes):
-    return tiny.flags(
-        colocate=True,
-        actor_num_gpus_per_node=2,
-        rollout_num_gpus=2,
-        num_rollout=STEPS,
-        save=folder / "checkpoints",
-        load=folder / "checkpoints",
-        save_interval=2,
-        eval_interval=STEPS,
-        eval_prompt_data=["addition", f"{tiny.folder / 'eval.jsonl'}@[0:32]"],
-        eval_temperature=0,
-        check_weight_update_equal=True,
-        **changes,
-    )
+    flags = {
+        "colocate": True,
+        "actor_num_gpus_per_node": 2,
+        "rollout_num_gpus": 2,
+        "num_rollout": STEPS,
+        "save": folder / "checkpoints",
+        "load": folder / "checkpoints",
+        "save_interval": 3,
+        "eval_interval": STEPS,
+        "eval_prompt_data": ["addition", f"{tiny.folder / 'eval.jsonl'}@[0:32]"],
+        "eval_temperature": 0,
+        "check_weight_update_equal": True,
+        "save_debug_rollout_data": folder / "dumps/{rollout_id}.jsonl",
+        "use_tensorboard": True,
+    }
+    return tiny.flags(**{**flags, **changes})
 
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
     """A run of STEPS rollouts, never interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    before = harness.shared_memory()
     done = harness.start("train.py", colocated(tiny, folder), folder, "whole", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]
-    done.left = harness.wait_until_gone(done.mark)
-    done.shared_memory = harness.shared_memory() - before
+    done.folder = folder
     return done
 
 
 @pytest.fixture(scope="module")
 def resumed(tiny, tmp_path_factory):
-    """The same run, killed without warning after half of its rollouts and started again."""
+    """The same run, killed without warning on its way and started again."""
     folder = tmp_path_factory.mktemp("resumed")
     first = harness.start("train.py", colocated(tiny, folder), folder, "resumed", tiny.home)
-    first.wait_for_line("step 2 |", 150)
+    first.wait_for_line("iter_0000002", 150)
     first.kill_everything()
     done = harness.start("train.py", colocated(tiny, folder), folder, "resumed", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]
+    done.folder = folder
     return done
 
 
+def replay(tiny, whole, folder, **changes):
+    """Training on the rollouts that `whole` recorded, without any engine."""
+    dumps = whole.folder / "dumps/{rollout_id}.jsonl"
+    without = {"save_debug_rollout_data": None, "check_weight_update_equal": None, "use_tensorboard": None}
+    return colocated(tiny, folder, load_debug_rollout_data=dumps, **without, **changes)
+
+
+# -- the run itself --------------------------------------------------------------------------------------------------
+
+
 def test_every_step_is_on_policy(whole):
-    steps = whole.summary["steps"]
-    assert [step["step"] for step in steps] == list(range(STEPS))
-    for step in steps:
-        assert step["train_rollout_logprob_abs_diff_mean"] < 1e-5
-        assert step["train_rollout_logprob_abs_diff_max"] < 1e-3
+    assert whole.steps("step") == list(range(STEPS))
+    assert max(whole.steps("train_rollout_logprob_abs_diff_mean")) < 1e-5
+    assert max(whole.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
 
 
 def test_each_rollout_is_generated_by_the_weights_just_pushed(whole):
-    assert [step["weight_version"] for step in whole.summary["steps"]] == [str(i) for i in range(STEPS)]
+    assert whole.steps("weight_version") == [str(step) for step in range(STEPS)]
+    samples = read_dump(whole.folder / "dumps/3.jsonl").samples
+    assert {version for sample in samples for version in sample.weight_versions} == {"3"}
 
 
 def test_the_first_step_has_ratio_one_and_no_distance_to_the_reference(whole):
@@ -70,47 +83,114 @@ def test_the_first_step_has_ratio_one_and_no_distance_to_the_reference(whole):
 
 
 def test_training_moves_away_from_the_reference(whole):
-    assert whole.summary["steps"][-1]["kl_loss"] > 1e-6
+    assert whole.steps("kl_loss")[-1] > 1e-6
 
 
-def test_evaluation_runs_before_and_after(whole):
-    evaluation = whole.summary["eval"]
-    for when in ("before", "after"):
-        assert evaluation[when] * 32 == pytest.approx(round(evaluation[when] * 32))
+def test_the_weights_of_the_engines_were_compared_with_the_trained_ones(whole):
+    assert whole.output.count("equal the trained ones, bit for bit") == 1
 
 
 def test_nothing_is_left_behind(whole):
     assert whole.left == []
-    assert whole.shared_memory == set()
+
+
+def test_the_rewards_are_those_of_the_recorded_samples(whole):
+    for step, reward in enumerate(whole.steps("reward")):
+        samples = read_dump(whole.folder / f"dumps/{step}.jsonl").samples
+        right = [sample.response.startswith(f"\\boxed{{{sample.label}}}") for sample in samples]
+        assert reward == pytest.approx(sum(right) / len(samples))
+
+
+# -- what can be looked at -------------------------------------------------------------------------------------------
+
+
+def test_the_summary_tells_the_whole_story(whole):
+    summary = whole.summary
+    assert summary["status"] == "completed"
+    for when in ("before", "after"):
+        assert summary["eval"][when] * 32 == pytest.approx(round(summary["eval"][when] * 32))
+    for step in summary["steps"]:
+        assert {"generate", "train", "update_weights", "total"} <= step["seconds"].keys()
+        assert step["seconds"]["total"] >= step["seconds"]["train"] > 0
+    assert {"torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers"} <= summary["versions"].keys()
+
+
+def test_tensorboard_shows_the_rewards_of_the_summary(whole):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole.run_dir / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    assert {name.split("/")[0] for name in names} == {"rollout", "train", "eval", "perf"}
+    points = events.Scalars("rollout/raw_reward")
+    assert [point.step for point in points] == list(range(STEPS))
+    assert [point.value for point in points] == pytest.approx(whole.steps("reward"))
+
+
+def test_evaluations_are_recorded_like_rollouts(whole):
+    for step, when in ((0, "before"), (STEPS, "after")):
+        dump = read_dump(whole.folder / f"dumps/eval_{step}.jsonl")
+        assert len(dump.samples) == 32
+        assert sum(sample.reward for sample in dump.samples) / 32 == pytest.approx(whole.summary["eval"][when])
+
+
+# -- again, and resumed ----------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_with_the_same_flags_prints_the_same_numbers(whole, resumed):
-    for ours, theirs in zip(whole.summary["steps"][:2], resumed.summary["steps"][:2], strict=True):
-        assert ours["reward"] == theirs["reward"]
-        assert ours["loss"] == theirs["loss"]
-        assert ours["grad_norm"] == theirs["grad_norm"]
+    for name in ("reward", "loss", "grad_norm", "train_rollout_logprob_abs_diff_mean"):
+        assert whole.steps(name)[:3] == resumed.steps(name)[:3]
 
 
-def test_a_run_killed_half_way_resumes_bit_for_bit(whole, resumed):
-    ours, theirs = whole.summary["steps"], resumed.summary["steps"]
-    assert [step["step"] for step in theirs] == list(range(STEPS))
-    for one, other in zip(ours[2:], theirs[2:], strict=True):
-        assert one["reward"] == other["reward"]
-        assert one["loss"] == other["loss"]
-    for name in ("latest_checkpointed_iteration.txt",):
-        assert (whole.run_dir.parents[1] / "checkpoints" / name).read_text() == (
-            resumed.run_dir.parents[1] / "checkpoints" / name
-        ).read_text()
+def test_a_run_killed_on_its_way_resumes_bit_for_bit(whole, resumed):
+    begun = int(resumed.output.split("rollouts ")[1].split()[0])
+    assert 0 < begun < STEPS  # it was killed between its first save and its end
+    assert resumed.steps("step") == list(range(STEPS))
+    for name in ("reward", "loss", "grad_norm"):
+        assert whole.steps(name) == resumed.steps(name)
+    states = [checkpoints.read(run.folder / "checkpoints" / LAST) for run in (whole, resumed)]
+    names = " ".join(states[0])
+    for part in ("word_embeddings.weight", "exp_avg.", "exp_avg_sq.", "rng_state", "common", "data_state"):
+        assert part in names
+    assert checkpoints.differences(*states) == []
 
 
-def test_interrupting_ends_everything(tiny, tmp_path):
-    before = harness.shared_memory()
-    flags = colocated(tiny, tmp_path)
-    flags[flags.index("--num-rollout") + 1] = "500"
-    started = harness.start("train.py", flags, tmp_path, "interrupted", tiny.home)
-    started.wait_for_line("step 1 |", 150)
-    started.process.send_signal(signal.SIGINT)
-    done = started.finish(60)
-    assert done.code == 130
-    assert harness.wait_until_gone(done.mark) == []
-    assert harness.shared_memory() - before == set()
+def test_training_on_recorded_rollouts_gives_the_same_checkpoint_also_when_killed_and_resumed(
+    tiny, whole, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("replayed")
+    first = harness.start("train.py", replay(tiny, whole, folder), folder, "replayed", tiny.home)
+    first.wait_for_line("iter_0000002", 150)
+    first.kill_everything()
+    done = harness.start("train.py", replay(tiny, whole, folder), folder, "replayed", tiny.home).finish(100)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert done.steps("loss") == whole.steps("loss")
+    states = [checkpoints.read(root / "checkpoints" / LAST) for root in (whole.folder, folder)]
+    assert checkpoints.differences(*states) == []
+
+
+def test_a_run_that_is_done_already_says_so_and_keeps_its_summary(tiny, whole, tmp_path):
+    before = (whole.run_dir / "summary.json").read_text()
+    flags = replay(tiny, whole, whole.folder)
+    done = harness.start("train.py", flags, whole.folder, "whole", tiny.home).finish(100)
+    assert done.code == 0, done.output[-6000:]
+    assert "nothing is left to do" in done.output
+    assert done.steps("reward") == [step["reward"] for step in json.loads(before)["steps"]]
+
+
+# -- into the world --------------------------------------------------------------------------------------------------
+
+
+def test_the_trained_model_in_transformers_gives_megatrons_logits(tiny, whole):
+    folder = serving.exported(tiny, whole.folder / "checkpoints" / LAST, whole.folder / "hf")
+    assert serving.largest_logit_gap(tiny, whole.folder / "checkpoints" / LAST, folder) < 1e-5
+
+
+def test_the_trained_model_answers_a_chat_like_transformers(tiny, whole, tmp_path):
+    folder = serving.exported(tiny, whole.folder / "checkpoints" / LAST, whole.folder / "hf")
+    questions = ["12+34=", "58+27=", "99+11="]
+    with serving.served(folder, tmp_path) as url:
+        answers = [serving.chat(url, question) for question in questions]
+    assert answers == [serving.greedy(folder, question) for question in questions]
+    assert answers[0].startswith("\\boxed{")

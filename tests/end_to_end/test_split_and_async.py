@@ -8,17 +8,44 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SPLIT = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "tensor_model_parallel_size": 2}
 
 
-@pytest.mark.parametrize("entry", ["train.py", "train_async.py"])
-def test_a_split_run_ends_cleanly_and_its_log_probs_agree(entry, tiny, tmp_path):
-    flags = tiny.flags(**SPLIT, check_weight_update_equal=True, num_rollout=4)
-    done = harness.start(entry, flags, tmp_path, "split", tiny.home).finish(200)
+def finish(entry, tiny, folder, **changes):
+    flags = tiny.flags(**{**SPLIT, "check_weight_update_equal": True, "num_rollout": 4, **changes})
+    done = harness.start(entry, flags, folder, "split", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]
-    steps = done.summary["steps"]
-    lag = {"train.py": [0, 1, 2, 3], "train_async.py": [0, 0, 1, 2]}[entry]
-    assert [step["weight_version"] for step in steps] == [str(version) for version in lag]
-    on_policy = [step for step in steps if int(step["weight_version"]) == step["step"]]
-    assert len(on_policy) == {"train.py": 4, "train_async.py": 1}[entry]
-    for step in on_policy:
+    assert done.left == []
+    return done
+
+
+def assert_on_policy(steps):
+    for step in steps:
         assert step["train_rollout_logprob_abs_diff_mean"] < 1e-5
         assert step["train_rollout_logprob_abs_diff_max"] < 1e-3
-    assert harness.wait_until_gone(done.mark) == []
+
+
+def test_every_step_on_slots_of_its_own_is_on_policy(tiny, tmp_path):
+    done = finish("train.py", tiny, tmp_path)
+    assert done.steps("weight_version") == ["0", "1", "2", "3"]
+    assert_on_policy(done.summary["steps"])
+    first = done.summary["steps"][0]
+    assert first["ratio_max_abs_diff"] < 1e-5 and abs(first["kl_loss"]) < 1e-5
+
+
+def test_one_step_ahead_a_sample_is_at_most_one_version_old(tiny, tmp_path):
+    evaluation = {"eval_interval": 2, "eval_prompt_data": ["addition", f"{tiny.folder / 'eval.jsonl'}@[0:8]"]}
+    done = finish("train_async.py", tiny, tmp_path, **evaluation)
+    assert done.steps("weight_version") == ["0", "0", "1", "2"]
+    assert_on_policy(done.summary["steps"][:1])
+    # one version apart the log-probabilities differ: the test above would notice a push that came too early or late
+    assert all(step["train_rollout_logprob_abs_diff_max"] > 1e-3 for step in done.summary["steps"][1:])
+    assert [entry["step"] for entry in done.summary["eval"]["history"]] == [0, 2, 4]
+
+
+def test_weights_are_pushed_after_every_second_rollout_of_one_epoch_and_saved_at_the_end(tiny, tmp_path):
+    # 40 prompts in rollouts of 8 are 5 rollouts
+    changes = {"num_rollout": None, "num_epoch": 1, "prompt_data": f"{tiny.folder / 'train.jsonl'}@[0:40]"}
+    folder = tmp_path / "checkpoints"
+    done = finish("train_async.py", tiny, tmp_path, update_weights_interval=2, save=folder, **changes)
+    assert done.steps("step") == [0, 1, 2, 3, 4]
+    # rollout n + 1 starts before rollout n is trained; pushes come after rollouts 1 and 3
+    assert done.steps("weight_version") == ["0", "0", "0", "2", "2"]
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
