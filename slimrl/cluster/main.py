@@ -14,9 +14,32 @@ from slimrl.cluster.ray_environment import prepare_ray_environment
 if TYPE_CHECKING:
     from slimrl.cluster.run import Run
 
+logger = logging.getLogger("slimrl")
+
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as `ray job stop` sends it: the run is left in the same order as on Ctrl-C."""
+
+
+class _Interrupts:
+    """Handles SIGINT and SIGTERM: the first one ends the run, further ones do not disturb its end."""
+
+    def __init__(self) -> None:
+        self._ending = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self._ending:
+            logger.warning("already ending what this run started; a moment")
+            return
+        self._ending = True
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def passthrough_flags() -> dict[str, Callable]:
@@ -41,8 +64,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.weights.servers import WeightSyncError
 
     setup_logging(args.log_level, args.run_dir)
-    logger = logging.getLogger("slimrl")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    _Interrupts()
     try:
         with open_run(args) as run:
             loop(run)
@@ -52,9 +74,9 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     except (ProcessDiedError, ProcessStartError, RankFailedError, EngineError, WeightSyncError) as error:
         logger.error("%s", error)
         return EXIT_FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         logger.error("interrupted; everything that this run started was ended")
-        return EXIT_INTERRUPTED
+        return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except Exception:
         logger.exception("the run failed")  # the last floor: into the run's log as well as onto the terminal
         return EXIT_FAILED

@@ -107,7 +107,10 @@ class Run:
         self.weight_version = version
 
     def save_if_due(self, rollout: RolloutResult) -> None:
-        """Saves on `--save-interval` and after the last rollout."""
+        """Saves on `--save-interval` and after the last rollout; the step has to be recorded before.
+
+        So a step that a checkpoint knows is in the summary, whenever the run is killed.
+        """
         if self._trainers is None or not self.args.save:
             return
         done = rollout.rollout_id + 1
@@ -115,6 +118,7 @@ class Run:
         if done == self.rollout_ids.stop or (interval and done % interval == 0):
             with self._timed("save"):
                 folder = self._trainers.save(rollout.rollout_id, rollout.data_state)
+            self._log.phase(rollout.rollout_id, "save", self._seconds["save"])
             logger.info("saved %s", folder)
 
     def evaluate_before_training(self) -> None:
@@ -138,6 +142,8 @@ class Run:
         with self._timed("evaluate"), self._progress("evaluate", self._manager.progress.remote) as update:
             results = self._supervisor.get([self._manager.evaluate.remote(step)], progress=update)[0]
         self._log.evaluation(when, step, results)
+        if step > self.rollout_ids.start:
+            self._log.phase(step - 1, "evaluate", self._seconds["evaluate"])
 
     @contextlib.contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:

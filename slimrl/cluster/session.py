@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 
@@ -20,6 +22,8 @@ GPU_DEFAULTS = {
     # Tensor parallelism overlaps communication and computation in the order in which both were launched.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+# Ray kills the children of an actor that ends, and with them the guardians that clean up behind servers and ranks.
+GUARDED = {"RAY_kill_child_processes_on_worker_exit": "0"}
 # Where the driver sees no GPU its workers see none, even on slots that Ray numbers.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -33,7 +37,7 @@ def worker_environment(extra: dict[str, str]) -> dict[str, str]:
     cpu = platform.is_cpu()
     defaults = CPU_DEFAULTS if cpu else GPU_DEFAULTS
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return {**chosen, **extra, **(NO_GPU if cpu else {})}
+    return {**chosen, **extra, **GUARDED, **(NO_GPU if cpu else {})}
 
 
 @contextlib.contextmanager
@@ -43,25 +47,37 @@ def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]
     A local cluster on a machine without GPUs is given `slots_needed` logical GPUs.
     Raises SlotsMissingError when the cluster can never place the job.
     """
+    options = {"log_to_driver": False, "logging_level": log_level}
     with contextlib.ExitStack() as stack:
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(log_to_driver=False, logging_level=log_level)
-        else:
-            # A folder of our own, short enough for the sockets inside it, so that nothing stays behind.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slimrl-ray-", ignore_cleanup_errors=True))
-            logical = {"num_gpus": slots_needed} if platform.is_cpu() else {}
-            with _visible_to_ray(bool(logical)):
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=log_level,
-                    _temp_dir=folder,
-                    **logical,
-                )
         stack.callback(ray.shutdown)
+        with _own_signal_handler():
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init(**options)
+            else:
+                _start_local(stack, slots_needed, options)
         check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
         yield
+
+
+def _start_local(stack: contextlib.ExitStack, slots: int, options: dict[str, Any]) -> None:
+    # A folder of our own, short enough for the sockets inside it, so that nothing stays behind.
+    folder = tempfile.TemporaryDirectory(prefix="slimrl-ray-", ignore_cleanup_errors=True)
+    stack.enter_context(folder)
+    stack.callback(ray.shutdown)  # before the folder goes
+    logical = {"num_gpus": slots} if platform.is_cpu() else {}
+    with _visible_to_ray(bool(logical)):
+        ray.init(address="local", include_dashboard=False, _temp_dir=folder.name, **logical, **options)
+
+
+@contextlib.contextmanager
+def _own_signal_handler() -> Iterator[None]:
+    """Ray replaces the handler of SIGTERM by one that leaves at once, with the signal's number as exit code."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

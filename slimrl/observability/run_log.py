@@ -139,6 +139,12 @@ class RunLog:
         self._chart(record, train, seconds)
         logger.info("%s", step_line(record, train, seconds))
 
+    def phase(self, step: int, name: str, seconds: float) -> None:
+        """Report how long something took that follows a reported step, such as "save"."""
+        self._summary.add_seconds(step, name, seconds)
+        self._summary.save()
+        self.log({f"perf/{name}_time": seconds}, step)
+
     def evaluation(self, when: str | int, step: int, results: Mapping[str, Evaluated]) -> None:
         """Report an evaluation of the weights after `step` rollouts; `when` is "before", "after" or a number."""
         self.begin(step)

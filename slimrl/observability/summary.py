@@ -60,6 +60,13 @@ class Summary:
         self.steps.append(clean)
         self._lines.append(json.dumps(clean, allow_nan=False))
 
+    def add_seconds(self, step: int, phase: str, seconds: float) -> None:
+        """Record a phase that follows a step already added. Raises KeyError where that step is not the last one."""
+        if not self.steps or self.steps[-1]["step"] != step:
+            raise KeyError(f"step {step} is not the last one of the summary")
+        self.steps[-1]["seconds"][phase] = seconds
+        self._lines[-1] = json.dumps(self.steps[-1], allow_nan=False)
+
     def add_evaluation(self, when: str, step: int, scores: dict[str, float]) -> None:
         """Record an evaluation ("before", "between" or "after"), in place of one of the same step and kind.
 

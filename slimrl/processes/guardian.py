@@ -1,7 +1,7 @@
 """Runs one command and leaves nothing of it behind, whoever dies first.
 
-Started as a file by `process.ManagedProcess` (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), between the
-Python process that wants a server and the server:
+Started as a file by `managed.ManagedProcess` (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), between the
+process that wants another one, and that one:
 
 - ends the whole tree when the starting process is gone, also by SIGKILL (a pidfd tells; unlike PR_SET_PDEATHSIG it
   does not fire when merely the *thread* that started us ends, which happens inside Ray actors),
@@ -45,10 +45,10 @@ class Guardian:
         """Runs the command to its end; returns its wait status."""
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         parent_fd = open_pidfd(self.parent)
-        if os.getppid() != self.parent:  # it died before the pidfd was ours: nobody wants the server any more
+        if os.getppid() != self.parent:  # it died before the pidfd was ours: nobody wants the command any more
             return 0
         wake_fd = catch_signals()
-        folder = tempfile.mkdtemp(prefix="slimrl-sglang-")
+        folder = tempfile.mkdtemp(prefix="slimrl-")
         try:
             self.child = start(self.command, {**os.environ, "TMPDIR": folder})
             self.watch(parent_fd, wake_fd)
@@ -72,7 +72,7 @@ class Guardian:
             wait = min(next_scan - time.monotonic(), 60.0 if parent_fd is not None else 0.5)
             ready = {fd for fd, _ in poller.poll(max(wait, 0.0) * 1000)}
             if parent_fd in ready or os.getppid() != self.parent:
-                log(f"process {self.parent}, which started this server, is gone: ending the server")
+                log(f"process {self.parent}, which started this one, is gone: ending")
                 return
             if wake_fd in ready and not self.obey(os.read(wake_fd, 64)):
                 return

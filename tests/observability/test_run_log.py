@@ -285,3 +285,14 @@ def test_the_flags_of_a_run_say_where_things_lie(tmp_path):
     assert summary["paths"]["hf_checkpoint"] == "/models/tiny"
     assert summary["paths"]["checkpoints"] == "/checkpoints"
     assert "load" not in summary["paths"]
+
+
+def test_what_follows_a_step_is_added_to_its_seconds(tmp_path):
+    with open_log(tmp_path) as log:
+        log.step(record(0))
+        log.step(record(1))
+        log.phase(1, "save", 2.5)
+        with pytest.raises(KeyError, match="step 0 is not the last"):
+            log.phase(0, "save", 1.0)
+    steps = load_summary(tmp_path)["steps"]
+    assert [step["seconds"].get("save") for step in steps] == [None, 2.5]
