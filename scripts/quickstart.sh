@@ -163,4 +163,4 @@ python tools/convert_torch_dist_to_hf.py \
 
 say "done"
 python -m slimrl.observability.report "$RUN/summary.json" --png "$RUN/reward.png"
-printf 'the trained model is in %s\n' "$RUN/hf"
+printf 'the trained model is in %s\n' "${RUN#"$PWD"/}/hf"

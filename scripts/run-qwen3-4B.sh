@@ -19,9 +19,12 @@ BASE=${BASE:-/root}
 
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate)
+# Both sides keep their memory: the engines may take half of each GPU.
+MEM_FRACTION=0.5
 case ${1:-} in
    --split | --async)
       PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6)
+      MEM_FRACTION=0.8
       if [[ $1 == --async ]]; then ENTRY=train_async.py; fi
       shift
       ;;
@@ -102,7 +105,7 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 2
-   --sglang-mem-fraction-static 0.7
+   --sglang-mem-fraction-static "$MEM_FRACTION"
 )
 
 MISC_ARGS=(

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report(summary)
     if options.png:
         save_png(summary, options.png)
-        print(f"the reward curve is in {options.png}")
+        print(f"the reward curve is in {shown_path(options.png)}")
     return 0
 
 
@@ -155,8 +155,14 @@ def _paths_table(summary: dict[str, Any]) -> Table:
     table = _table("what", "where")
     table.columns[1].justify = "left"
     for name, path in summary["paths"].items():
-        table.add_row(name.replace("_", " "), path)
+        table.add_row(name.replace("_", " "), shown_path(path))
     return table
+
+
+def shown_path(path: str | Path) -> str:
+    """As short as the reader, who stands in the current folder, can use it."""
+    absolute, here = Path(path).absolute(), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
 def _number(value: float | None) -> str:
