@@ -53,7 +53,7 @@ ray_job() {
    local code=0
    RAY_JOB_ID="slimrl-$$-$SECONDS"
    # In the background, because bash runs a trap only between two foreground commands.
-   ray job submit --address "$RAY_ADDRESS" --submission-id "$RAY_JOB_ID" -- "$@" &
+   ray job submit --log-color=false --address "$RAY_ADDRESS" --submission-id "$RAY_JOB_ID" -- "$@" &
    RAY_SUBMIT_PID=$!
    wait "$RAY_SUBMIT_PID" || code=$?
    RAY_JOB_ID=

@@ -111,28 +111,43 @@ def wait_until_gone(mark: str, timeout: float = 20.0) -> list[str]:
 
 
 def start(entry: str, flags: list[str], folder: Path, run_name: str, home: Path) -> Started:
-    """Starts `python <entry> <flags>` in `folder` with a bare environment and a temporary folder of its own."""
+    """Starts `python <entry> <flags>` in `folder`."""
+    return launch(
+        [sys.executable, str(ROOT / entry), *flags, "--run-name", run_name],
+        log=folder / f"{run_name}-{uuid.uuid4().hex[:6]}.out",
+        run_dir=folder / "runs" / run_name,
+        cwd=folder,
+        path="/usr/local/bin:/usr/bin:/bin",
+        home=home,
+    )
+
+
+def launch(
+    command: list[str],
+    *,
+    log: Path,
+    run_dir: Path,
+    cwd: Path,
+    path: str,
+    home: Path,
+    more: dict[str, str] | None = None,
+) -> Started:
+    """Starts a command with a bare environment (and `more`), a temporary folder and a process group of its own."""
     mark = uuid.uuid4().hex
-    log = folder / f"{run_name}-{mark[:6]}.out"
     temporary = Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets lie in it
-    environment = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": str(home),
-        "TMPDIR": str(temporary),
-        "OMP_NUM_THREADS": "1",
-        MARK: mark,
-    }
+    environment = {"PATH": path, "HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: mark}
     before = shared_memory()
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / entry), *flags, "--run-name", run_name],
-            cwd=folder,
-            env=environment,
+            command,
+            cwd=cwd,
+            env={**environment, **(more or {})},
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Started(process, mark, folder / "runs" / run_name, log, temporary, time.monotonic(), before)
+    return Started(process, mark, run_dir, log, temporary, time.monotonic(), before)
 
 
 def shared_memory() -> set[str]:

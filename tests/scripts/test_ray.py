@@ -1,0 +1,98 @@
+"""The Ray cluster of a script's own: jobs end with their code, and nothing of the cluster stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+set -euo pipefail
+source scripts/lib/say.sh
+source scripts/lib/ray.sh
+ray_begin --num-gpus 2 --object-store-memory 100000000
+ray_job python3 -c "$1" && code=0 || code=$?
+exit $code
+"""
+CLUSTER = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU']); "
+
+
+def start(job: str, folder: Path) -> harness.Started:
+    """The script above as an operator's shell runs it, in a process group of its own."""
+    return harness.launch(
+        ["bash", "-c", SCRIPT, "script", job],
+        log=folder / "script.out",
+        run_dir=folder,
+        cwd=ROOT,
+        path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        home=folder,
+    )
+
+
+def ray_folders() -> set[str]:
+    return {path.name for path in Path("/tmp").glob("slimrl-ray-*")}
+
+
+def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code(tmp_path):
+    before = ray_folders()
+    good = start(CLUSTER + "print('hello')", tmp_path).finish(120)
+    assert good.code == 0, good.output
+    assert "slots 2.0" in good.output and "hello" in good.output
+    assert good.left == []
+    assert ray_folders() == before
+    assert not list(tmp_path.glob(".ray*"))  # Ray would write its token into the home folder
+
+
+def test_a_failed_job_fails_the_script_and_leaves_nothing(tmp_path):
+    before = ray_folders()
+    bad = start("import sys; print('about to fail'); sys.exit(3)", tmp_path).finish(120)
+    assert bad.code == 1
+    assert "about to fail" in bad.output
+    assert bad.left == []
+    assert ray_folders() == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_script_ends_its_job_and_its_cluster(number, code, tmp_path):
+    before = ray_folders()
+    started = start(CLUSTER + "import time; time.sleep(600)", tmp_path)
+    started.wait_for_line("slots 2.0", 100)
+    interrupted = time.monotonic()
+    (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
+    done = started.finish(90)
+    assert time.monotonic() - interrupted < 60
+    assert done.code == code
+    assert done.left == []
+    assert ray_folders() == before
+
+
+def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
+    before = ray_folders()
+    started = start("import time; time.sleep(600)", tmp_path)
+    started.wait_for_line("submitted successfully", 100)
+    started.process.send_signal(signal.SIGKILL)
+    started.process.wait(10)
+    deadline = time.monotonic() + 60
+    heads = lambda: started.processes("ray_head.py") + started.processes("raylet")  # noqa: E731
+    while heads() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert heads() == []
+    assert ray_folders() == before
+    started.kill_everything()  # the waiting `ray job submit`, whose script is gone
+
+
+def test_ray_that_cannot_start_is_one_message(tmp_path):
+    command = "source scripts/lib/say.sh; source scripts/lib/ray.sh; ray_begin --no-such-flag"
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "no-such-flag" in done.stderr and "Ray did not start" in done.stderr

@@ -1,0 +1,83 @@
+"""What is installed is what is imported: setup.py, the locks and the source agree."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import slimrl
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+PINNED = {"torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers"}
+# import name -> name in the package index, where they differ
+DISTRIBUTIONS = {
+    "megatron": "megatron-core",
+    "yaml": "pyyaml",
+    "sglang_router": "sglang-router",
+    "math_verify": "math-verify",
+}
+
+
+def metadata() -> dict:
+    with mock.patch("setuptools.setup") as setup:
+        exec(
+            compile((ROOT / "setup.py").read_text(), str(ROOT / "setup.py"), "exec"),
+            {"__file__": str(ROOT / "setup.py")},
+        )
+    return setup.call_args.kwargs
+
+
+def names(requirements: list[str]) -> dict[str, str]:
+    """Normalised name -> version condition."""
+    parsed = [re.fullmatch(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*(.*)", line).groups() for line in requirements]
+    return {re.sub(r"[-_.]+", "-", name).lower(): condition for name, condition in parsed}
+
+
+def locked(path: Path) -> dict[str, str]:
+    return names([line for line in path.read_text().splitlines() if line and not line.startswith("#")])
+
+
+def test_the_version_is_stated_once():
+    assert metadata()["version"] == slimrl.__version__
+
+
+def test_the_engines_are_pinned_to_the_versions_of_the_locks():
+    required = names(metadata()["install_requires"])
+    assert LOCKS
+    for path in LOCKS:
+        lock = locked(path)
+        for name in PINNED:
+            assert required[name] == lock[name] != ""
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_pins_everything_and_holds_no_cuda_package(path):
+    for name, condition in locked(path).items():
+        assert re.fullmatch(r"==[0-9][0-9A-Za-z.]*", condition), f"{name}{condition}"  # also no +cpu
+        assert not re.search(r"nvidia|cuda|cu1\d|triton|flashinfer|sgl-kernel|sglang-kernel", name), name
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_holds_what_setup_asks_for(path):
+    asked = metadata()
+    lock = locked(path)
+    assert names([*asked["install_requires"], *asked["extras_require"]["dev"]]).keys() <= lock.keys()
+
+
+def test_setup_asks_for_every_package_that_the_source_imports():
+    imported = set()
+    for path in [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("train*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.split(".")[0])
+    third_party = imported - sys.stdlib_module_names - {"slimrl", "tools"}
+    # stands beside SGLang wherever there is CUDA, and its place is taken where there is none
+    third_party -= {"sgl_kernel", "transformer_engine"}
+    needed = {DISTRIBUTIONS.get(name, name) for name in third_party}
+    assert {re.sub(r"[-_.]+", "-", name).lower() for name in needed} <= names(metadata()["install_requires"]).keys()
