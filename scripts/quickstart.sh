@@ -115,8 +115,9 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
-   # One seed per sample: the same flags and seed give the same rewards again.
+   # One seed per sample and no prefix shared by chance: the same flags and seed give the same numbers again.
    --sglang-enable-deterministic-inference
+   --sglang-disable-radix-cache
 )
 
 MISC_ARGS=(

@@ -52,8 +52,9 @@ ray_begin() {
 ray_job() {
    local code=0
    RAY_JOB_ID="slimrl-$$-$SECONDS"
-   # In the background, because bash runs a trap only between two foreground commands.
-   ray job submit --log-color=false --address "$RAY_ADDRESS" --submission-id "$RAY_JOB_ID" -- "$@" &
+   # In the background, because bash runs a trap only between two foreground commands. Unbuffered, so that a file or a
+   # pipe sees each line when a terminal would.
+   PYTHONUNBUFFERED=1 ray job submit --log-color=false --address "$RAY_ADDRESS" --submission-id "$RAY_JOB_ID" -- "$@" &
    RAY_SUBMIT_PID=$!
    wait "$RAY_SUBMIT_PID" || code=$?
    RAY_JOB_ID=

@@ -9,12 +9,14 @@ end other people's clusters too.
 import argparse
 import contextlib
 import ctypes
+import getpass
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -72,7 +74,12 @@ def start_ray(folder: Path, host: str, extra: list[str]) -> tuple[subprocess.Pop
         *("--min-worker-port=0", "--max-worker-port=0"),
         *extra,
     ]
-    environment = dict(os.environ)
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),  # worth keeping, unlike what else is written into TMPDIR
+        **os.environ,
+        "TMPDIR": str(folder),
+    }
     if environment.get("CUDA_VISIBLE_DEVICES") == "":
         # Meant for the job, which is to run without GPUs; Ray would refuse to count logical ones.
         del environment["CUDA_VISIBLE_DEVICES"]

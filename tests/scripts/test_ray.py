@@ -21,7 +21,7 @@ ray_begin --num-gpus 2 --object-store-memory 100000000
 ray_job python3 -c "$1" && code=0 || code=$?
 exit $code
 """
-CLUSTER = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU']); "
+CLUSTER = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU'], flush=True); "
 
 
 def start(job: str, folder: Path) -> harness.Started:
