@@ -115,7 +115,7 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
-   # One seed per sample and no prefix shared by chance: the same flags and seed give the same numbers again.
+   # One seed per sample and no prefix shared by chance: the same flags and seed give the same rewards and losses again.
    --sglang-enable-deterministic-inference
    --sglang-disable-radix-cache
 )

@@ -1,0 +1,114 @@
+"""scripts/run-qwen3-4B.sh and its short form in the README: what they submit is a command line that is accepted."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slimrl.arguments import Arguments, read_args
+from slimrl.sglang.flags import router_flags, server_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+# config.json of Qwen/Qwen3-4B on the Hugging Face Hub
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+# Takes the place of Ray's command: shows the job instead of submitting it.
+RAY = """#!/usr/bin/env bash
+while [[ $1 != -- ]]; do shift; done
+printf '%s\\0' "${@:2}" >"$SUBMITTED"
+"""
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """The folder with model, reference checkpoint and data, as docs/quickstart.md fetches them, but empty."""
+    folder = tmp_path / "base"
+    for name in ("Qwen3-4B", "Qwen3-4B_torch_dist/release", "dapo-math-17k", "aime-2024"):
+        (folder / name).mkdir(parents=True)
+    (folder / "Qwen3-4B/config.json").write_text(json.dumps(QWEN3_4B))
+    (folder / "Qwen3-4B_torch_dist/latest_checkpointed_iteration.txt").write_text("release")
+    row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
+    for name in ("dapo-math-17k", "aime-2024"):
+        (folder / name / f"{name}.jsonl").write_text(row + "\n")
+    return folder
+
+
+def submitted(command: list[str], base: Path) -> list[str]:
+    """The entry point and its arguments that `command` would run as a Ray job on the cluster at RAY_ADDRESS."""
+    stand_ins, job = base.parent / "bin", base.parent / "job"
+    stand_ins.mkdir()
+    (stand_ins / "ray").write_text(RAY)
+    (stand_ins / "ray").chmod(0o755)
+    environment = {
+        "PATH": f"{stand_ins}:/usr/local/bin:/usr/bin:/bin",
+        "BASE": str(base),
+        "RAY_ADDRESS": "http://127.0.0.1:1",
+        "SUBMITTED": str(job),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    python, *line = job.read_text().split("\0")[:-1]
+    assert python == "python3"
+    return line
+
+
+def accepted(line: list[str]) -> Arguments:
+    entry, *argv = line
+    args, problems = read_args(argv, entry=entry, passthrough={"sglang": server_flags, "router": router_flags})
+    assert problems == []
+    return args
+
+
+def test_the_recipe_takes_turns_on_all_8_gpus(base):
+    line = submitted(["bash", "scripts/run-qwen3-4B.sh"], base)
+    args = accepted(line)
+    assert line[0] == "train.py" and args.colocate
+    assert (args.actor_num_gpus, args.rollout_num_gpus, args.data_parallel_size) == (8, 8, 4)
+    assert args.sglang_options == {"mem_fraction_static": 0.5}
+    assert args.global_batch_size == 32 * 8
+
+
+@pytest.mark.parametrize(("option", "entry"), [("--split", "train.py"), ("--async", "train_async.py")])
+def test_the_recipe_trains_on_2_gpus_and_generates_on_6(option, entry, base):
+    line = submitted(["bash", "scripts/run-qwen3-4B.sh", option], base)
+    args = accepted(line)
+    assert line[0] == entry and not args.colocate
+    assert (args.actor_num_gpus, args.rollout_num_gpus, args.data_parallel_size) == (2, 6, 1)
+    assert args.sglang_options == {"mem_fraction_static": 0.8}
+
+
+def test_further_arguments_of_the_recipe_win(base):
+    args = accepted(submitted(["bash", "scripts/run-qwen3-4B.sh", "--split", "--lr", "2e-6"], base))
+    assert args.lr == 2e-6
+
+
+def test_the_short_form_in_the_readme_is_accepted_in_both_placements(base):
+    readme = (ROOT / "README.md").read_text()
+    (script,) = (block for block in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL) if "PERF_ARGS=(" in block)
+    colocated = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
+    (split,) = re.findall(r"^ *(--actor-num-nodes 1 --actor-num-gpus-per-node 2 [^\\\n]*)", readme, re.MULTILINE)
+    assert colocated in script
+    line = submitted(["bash", "-euc", script.replace("/root", str(base))], base)
+    assert (accepted(line).actor_num_gpus, accepted(line).rollout_num_gpus) == (8, 8)
+    wanted = colocated.split()
+    start = line.index(wanted[0])
+    assert line[start : start + len(wanted)] == wanted
+    line[start : start + len(wanted)] = split.split()
+    assert (accepted(line).actor_num_gpus, accepted(line).rollout_num_gpus) == (2, 6)
