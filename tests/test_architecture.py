@@ -1,6 +1,8 @@
-"""The floors of docs/architecture.md: imports run downwards only, heavy packages stay in their rooms."""
+"""The floors of docs/architecture.md: imports run downwards only, heavy packages stay in their rooms; the style."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,10 @@ def test_a_room_imports_only_from_its_own_floor_or_below(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_small_enough_to_read(path):
     assert len(path.read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("command", ["check", "format --check"])
+def test_the_source_keeps_the_style(command):
+    ruff = Path(sys.executable).with_name("ruff")
+    done = subprocess.run([ruff, *command.split(), ROOT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
