@@ -84,9 +84,7 @@ def start_ray(folder: Path, host: str, extra: list[str]) -> tuple[subprocess.Pop
         # Meant for the job, which is to run without GPUs; Ray would refuse to count logical ones.
         del environment["CUDA_VISIBLE_DEVICES"]
     with open(folder / "head.log", "w") as log:
-        ray = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
+        ray = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return ray, f"http://{host}:{dashboard}"
 
 
