@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from slimrl import platform
-from slimrl.cluster import process_log
+from slimrl.cluster import process_log, working_folder
 from slimrl.sglang.server import ServerProcess
 
 POLL_INTERVAL_S = 0.25
@@ -20,7 +20,8 @@ POLL_INTERVAL_S = 0.25
 class EngineActor:
     """One engine: one server of `tensor_parallel_size` slots on one node."""
 
-    def __init__(self, index: int, actor_log: Path, log_level: str) -> None:
+    def __init__(self, index: int, actor_log: Path, log_level: str, folder: Path) -> None:
+        working_folder.enter(folder)
         process_log.redirect_to(actor_log, log_level)
         self._index = index
         self._server: ServerProcess | None = None

@@ -37,7 +37,7 @@ class Fleet:
         engines = [
             EngineActor.options(
                 **slots.options(group[0], ENGINE_SHARE), runtime_env={"env_vars": environment}, name=f"engine {index}"
-            ).remote(index, log_dir / f"engine{index}.log", args.log_level)
+            ).remote(index, log_dir / f"engine{index}.log", args.log_level, Path.cwd())
             for index, group in enumerate(groups)
         ]
         urls = await asyncio.gather(

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import process_log
+from slimrl.cluster import process_log, working_folder
 from slimrl.cluster.fleet import Fleet
 from slimrl.cluster.slots import Slots
 from slimrl.data.batch import batch_from_samples
@@ -64,7 +64,8 @@ def load_tokenizer(path: str) -> Any:
 class RolloutManager:
     """An asyncio actor: `watch` stays pending beside a running `generate`, which may overlap with training."""
 
-    def __init__(self, args: Arguments, data_parallel_size: int, log_path: Path) -> None:
+    def __init__(self, args: Arguments, data_parallel_size: int, log_path: Path, folder: Path) -> None:
+        working_folder.enter(folder)
         process_log.redirect_to(log_path, args.log_level)
         self._args = args
         self._data_parallel_size = data_parallel_size

@@ -204,10 +204,10 @@ def open_run(args: Arguments) -> Iterator[Run]:
 
 
 def _start_manager(args: Arguments, plan: SlotPlan, environment: dict[str, str]) -> ray.actor.ActorHandle:
-    model_parallel_size = args.tensor_model_parallel_size
-    return RolloutManager.options(
-        runtime_env={"env_vars": environment}, name="rollout manager", max_concurrency=64
-    ).remote(args, max(1, len(plan.train) // model_parallel_size), Path(args.run_dir).absolute() / "logs/rollout.log")
+    options = {"runtime_env": {"env_vars": environment}, "name": "rollout manager", "max_concurrency": 64}
+    data_parallel_size = max(1, len(plan.train) // args.tensor_model_parallel_size)
+    log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
+    return RolloutManager.options(**options).remote(args, data_parallel_size, log_path, Path.cwd())
 
 
 def _with_length(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> Arguments:

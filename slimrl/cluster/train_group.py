@@ -30,7 +30,7 @@ class TrainGroup:
         self.workers = [
             TrainWorker.options(
                 **slots.options(slot, TRAIN_SHARE), runtime_env={"env_vars": environment}, name=f"train worker {rank}"
-            ).remote(args, rank, len(ranks), log_dir / f"train-rank{rank}.log")
+            ).remote(args, rank, len(ranks), log_dir / f"train-rank{rank}.log", Path.cwd())
             for rank, slot in enumerate(ranks)
         ]
         for rank, worker in enumerate(self.workers):

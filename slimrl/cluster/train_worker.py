@@ -14,8 +14,9 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
+from slimrl.cluster import working_folder
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
-from slimrl.processes import ManagedProcess
+from slimrl.processes import ManagedProcess, importable
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
@@ -29,7 +30,8 @@ class RankFailedError(RuntimeError):
 class TrainWorker:
     """One rank of training. Calls run one after another; `watch` is pending beside them."""
 
-    def __init__(self, args: Arguments, rank: int, world_size: int, log_path: Path) -> None:
+    def __init__(self, args: Arguments, rank: int, world_size: int, log_path: Path, folder: Path) -> None:
+        working_folder.enter(folder)
         self._rank = rank
         self._progress = (0, 0)
         ours, theirs = socket.socketpair()
@@ -38,6 +40,7 @@ class TrainWorker:
             [sys.executable, "-m", "slimrl.cluster.rank_process", str(theirs.fileno())],
             name=f"train worker rank {rank}",
             log_path=log_path,
+            environment=importable(),
             pass_fds=(theirs.fileno(),),
         )
         self._process.start()

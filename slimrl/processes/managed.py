@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import slimrl
+
 GUARDIAN = Path(__file__).with_name("guardian.py")
 POLL_INTERVAL_S = 0.05
 KILL_TIMEOUT_S = 15.0
@@ -122,6 +124,12 @@ class ManagedProcess:
 
     def _tail(self) -> str:
         return f"last lines of {self.log_path}:\n{self.last_log_lines()}"
+
+
+def importable() -> dict[str, str]:
+    """Environment in which a Python child finds slimrl, installed or not, and what this process's user put in front."""
+    root = str(Path(slimrl.__file__).parent.parent)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def describe_exit(code: int) -> str:

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import slimrl
 from slimrl.platform import is_cpu
-from slimrl.processes import ManagedProcess
+from slimrl.processes import ManagedProcess, importable
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
@@ -154,10 +153,9 @@ def rendezvous(options: Mapping[str, Any], host: str, first_port: int) -> dict[s
 
 def server_environment(tensor_parallel_size: int, base_gpu_id: int, *, cpu: bool) -> dict[str, str]:
     """Environment variables of the server, on top of this process's own."""
-    package_root = str(Path(slimrl.__file__).parent.parent)
     inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+        **importable(),
         # /health answers at once instead of generating a token: the router asks every second, and a server that is
         # paused for a weight update is healthy
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
