@@ -18,10 +18,11 @@ source scripts/lib/ray.sh
 SEED=0
 RUN_NAME=quickstart
 PLACEMENT=colocated
+need_value() { (($# > 1)) || fail 2 "$1 needs a value; see --help"; }
 while (($#)); do
    case $1 in
-      --seed) SEED=${2:?--seed needs a number} && shift 2 ;;
-      --run-name) RUN_NAME=${2:?--run-name needs a name} && shift 2 ;;
+      --seed) need_value "$@" && SEED=$2 && shift 2 ;;
+      --run-name) need_value "$@" && RUN_NAME=$2 && shift 2 ;;
       --split) PLACEMENT='split' && shift ;;
       --async) PLACEMENT=async && shift ;;
       --) shift && break ;;

@@ -35,7 +35,7 @@ ray_begin() {
    local folder here
    here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
    # Under /tmp whatever TMPDIR says: the path of a socket inside may not be longer than 107 characters.
-   folder=$(mktemp -d /tmp/slimrl-ray-XXXXXX)
+   folder=$(mktemp -d "/tmp/slimrl-ray-$$-XXXX")
    python3 "$here/ray_head.py" --folder "$folder" "$@" &
    RAY_HEAD_PID=$!
    until [[ -f $folder/address ]]; do

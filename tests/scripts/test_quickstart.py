@@ -17,13 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(900)
 def test_the_quickstart_learns_to_carry_and_leaves_only_its_folder(tmp_path):
     environment = Path(sys.prefix)
-    if not (environment / "installed").is_file():
-        pytest.skip("only in an environment that scripts/setup.sh made: the quickstart would install into this one")
+    stamp = environment / "installed"
+    if not stamp.is_file() or not stamp.read_text().rstrip().endswith(f" {ROOT}"):
+        pytest.skip(
+            "only in an environment that scripts/setup.sh made here: the quickstart would install into this one"
+        )
     name = f"test-{uuid.uuid4().hex[:8]}"
     run_dir = ROOT / "runs" / name
-    ray_before = set(Path("/tmp").glob("slimrl-ray-*"))
     try:
-        done = harness.launch(
+        started = harness.launch(
             ["bash", "scripts/quickstart.sh", "--run-name", name],
             log=tmp_path / "quickstart.out",
             run_dir=run_dir,
@@ -31,7 +33,8 @@ def test_the_quickstart_learns_to_carry_and_leaves_only_its_folder(tmp_path):
             path="/usr/local/bin:/usr/bin:/bin",
             home=tmp_path,
             more={"VENV": str(environment)},
-        ).finish(800)
+        )
+        done = started.finish(800)
         assert done.code == 0, done.output[-6000:]
         assert done.summary["eval"]["before"] <= 0.5
         assert done.summary["eval"]["after"] >= 0.9
@@ -41,7 +44,7 @@ def test_the_quickstart_learns_to_carry_and_leaves_only_its_folder(tmp_path):
         assert json.loads((run_dir / "hf/config.json").read_text())["model_type"] == "qwen3"
         assert (run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
         assert done.left == []
-        assert set(Path("/tmp").glob("slimrl-ray-*")) == ray_before
+        assert list(Path("/tmp").glob(f"slimrl-ray-{started.process.pid}-*")) == []
         assert "\x1b[" not in done.output  # no colour codes where there is no terminal
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -1,7 +1,9 @@
 """The Ray cluster of a script's own: jobs end with their code, and nothing of the cluster stays behind."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,32 +38,35 @@ def start(job: str, folder: Path) -> harness.Started:
     )
 
 
-def ray_folders() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("slimrl-ray-*")}
+def ray_folders(started: harness.Started) -> list[Path]:
+    """Folders of the clusters that this script started; others may have theirs at the same time."""
+    return list(Path("/tmp").glob(f"slimrl-ray-{started.process.pid}-*"))
 
 
 def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code(tmp_path):
-    before = ray_folders()
-    good = start(CLUSTER + "print('hello')", tmp_path).finish(120)
+    started = start(CLUSTER + "print('hello')", tmp_path)
+    good = started.finish(120)
     assert good.code == 0, good.output
     assert "slots 2.0" in good.output and "hello" in good.output
     assert good.left == []
-    assert ray_folders() == before
+    assert ray_folders(started) == []
+    (port,) = re.findall(r"server address: http://127\.0\.0\.1:(\d+)", good.output)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)), timeout=5)
     assert not list(tmp_path.glob(".ray*"))  # Ray would write its token into the home folder
 
 
 def test_a_failed_job_fails_the_script_and_leaves_nothing(tmp_path):
-    before = ray_folders()
-    bad = start("import sys; print('about to fail'); sys.exit(3)", tmp_path).finish(120)
+    started = start("import sys; print('about to fail'); sys.exit(3)", tmp_path)
+    bad = started.finish(120)
     assert bad.code == 1
     assert "about to fail" in bad.output
     assert bad.left == []
-    assert ray_folders() == before
+    assert ray_folders(started) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_script_ends_its_job_and_its_cluster(number, code, tmp_path):
-    before = ray_folders()
     started = start(CLUSTER + "import time; time.sleep(600)", tmp_path)
     started.wait_for_line("slots 2.0", 100)
     interrupted = time.monotonic()
@@ -70,11 +75,10 @@ def test_an_interrupted_script_ends_its_job_and_its_cluster(number, code, tmp_pa
     assert time.monotonic() - interrupted < 60
     assert done.code == code
     assert done.left == []
-    assert ray_folders() == before
+    assert ray_folders(started) == []
 
 
 def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
-    before = ray_folders()
     started = start("import time; time.sleep(600)", tmp_path)
     started.wait_for_line("submitted successfully", 100)
     started.process.send_signal(signal.SIGKILL)
@@ -84,7 +88,7 @@ def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
     while heads() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert heads() == []
-    assert ray_folders() == before
+    assert ray_folders(started) == []
     started.kill_everything()  # the waiting `ray job submit`, whose script is gone
 
 

@@ -53,14 +53,16 @@ def test_shellcheck_finds_nothing(script):
     [
         (["--sed", "1"], "unknown option --sed; see --help"),
         (["--seed", "one"], "--seed one is not a whole number"),
-        (["--seed"], "--seed needs a number"),
+        (["--seed"], "--seed needs a value"),
+        (["--run-name"], "--run-name needs a value"),
         (["--run-name", "../elsewhere"], "--run-name ../elsewhere is no plain folder name"),
     ],
 )
 def test_the_quickstart_refuses_a_bad_option_before_it_does_anything(arguments, sentence):
     refused = run("bash", "scripts/quickstart.sh", *arguments)
-    assert refused.returncode != 0
+    assert refused.returncode == 2
     assert sentence in refused.stderr
+    assert refused.stderr.count("\n") == 1
     assert refused.stdout == ""
 
 
