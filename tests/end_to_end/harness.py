@@ -151,5 +151,23 @@ def launch(
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    """Files in /dev/shm that no living process has mapped or open: what a process left, not what another one uses."""
+    files = {path.name for path in Path("/dev/shm").iterdir() if path.is_file()}
+    return files - _in_use()
+
+
+def _in_use() -> set[str]:
+    used = set()
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text().splitlines()
+            used |= {line.split("/dev/shm/", 1)[1].split("/")[0] for line in lines if " /dev/shm/" in line}
+        with contextlib.suppress(OSError):
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(link)
+                    if target.startswith("/dev/shm/"):
+                        used.add(Path(target).name)
+    return used
