@@ -1,12 +1,14 @@
 """What is installed is what is imported: setup.py, the locks and the source agree."""
 
 import ast
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from packaging.requirements import Requirement
 
 import slimrl
 
@@ -20,6 +22,10 @@ DISTRIBUTIONS = {
     "sglang_router": "sglang-router",
     "math_verify": "math-verify",
 }
+
+# named in setup.py in brackets
+EXTRAS = {"ray": "default", "math-verify": "antlr4_13_2"}
+CUDA = re.compile(r"nvidia|cuda|cu1\d|triton|flashinfer|sgl-kernel|sglang-kernel")
 
 
 def metadata() -> dict:
@@ -58,7 +64,7 @@ def test_the_engines_are_pinned_to_the_versions_of_the_locks():
 def test_a_lock_pins_everything_and_holds_no_cuda_package(path):
     for name, condition in locked(path).items():
         assert re.fullmatch(r"==[0-9][0-9A-Za-z.]*", condition), f"{name}{condition}"  # also no +cpu
-        assert not re.search(r"nvidia|cuda|cu1\d|triton|flashinfer|sgl-kernel|sglang-kernel", name), name
+        assert not CUDA.search(name)
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
@@ -66,6 +72,22 @@ def test_a_lock_holds_what_setup_asks_for(path):
     asked = metadata()
     lock = locked(path)
     assert names([*asked["install_requires"], *asked["extras_require"]["dev"]]).keys() <= lock.keys()
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_is_complete_but_for_cuda_and_for_what_sglang_asks(path):
+    """Like `pip check`: what the packages declare stands in the lock, at a version that suits them."""
+    lock = locked(path)
+    version = path.stem.removeprefix("cpu-py3")
+    for name in lock.keys() - {"sglang", "torch"}:
+        extra = EXTRAS.get(name, "")
+        python = {"python_version": f"3.{version}", "python_full_version": f"3.{version}.0", "extra": extra}
+        for line in importlib.metadata.requires(name) or []:
+            wanted = Requirement(line)
+            other = re.sub(r"[-_.]+", "-", wanted.name).lower()
+            if (wanted.marker is None or wanted.marker.evaluate(python)) and not CUDA.search(other):
+                assert other in lock, f"{name} needs {wanted}"
+                assert lock[other].removeprefix("==") in wanted.specifier, f"{name} needs {wanted}"
 
 
 def test_setup_asks_for_every_package_that_the_source_imports():

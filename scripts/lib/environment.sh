@@ -20,9 +20,13 @@ find_python() {
       fail 1 "$without_venv cannot make virtual environments; install its venv package (on Debian and Ubuntu:" \
          "apt install $(basename "$without_venv")-venv) and run this again"
    fi
-   fail 1 "needs Python 3.11 or 3.12 and found neither in the PATH (${PYTHON:+PYTHON=$PYTHON is not one; }python3 is" \
-      "$(python3 --version 2>&1 || echo missing)); install one (apt install python3.12-venv, brew install" \
-      "python@3.12, uv python install 3.12) or name it: PYTHON=/path/to/python3.12 bash $0"
+   local mend="install one (apt install python3.12-venv, brew install python@3.12, uv python install 3.12)"
+   if [[ -n ${PYTHON:-} ]]; then
+      fail 1 "PYTHON=$PYTHON is $("$PYTHON" --version 2>/dev/null || echo no program), but Python 3.11 or 3.12 is" \
+         "needed; $mend, name another one, or unset PYTHON to have one looked for"
+   fi
+   fail 1 "needs Python 3.11 or 3.12, and the PATH has neither (python3 is" \
+      "$(python3 --version 2>/dev/null || echo missing)); $mend, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
 # fail, unless the file system of folder $1 has NEEDED_GIB free.
@@ -57,34 +61,60 @@ install_packages() {
    pip_install --no-deps --no-build-isolation -e .
 }
 
+# True where $VENV is an environment that works in this place; a moved one does not, its scripts name the old place.
+venv_works() { "$VENV/bin/python" -c '' 2>/dev/null && grep -qsF -- "$VENV" "$VENV/bin/activate"; }
+
+# Prints the lock for the Python of $VENV.
+lock_of_venv() {
+   local version
+   version=$("$VENV/bin/python" -c 'import sys; print(f"{sys.version_info[0]}{sys.version_info[1]}")')
+   printf 'requirements/cpu-py%s.lock' "$version"
+}
+
+# Prints what $VENV/installed holds once all is installed: the lock $1, the packages asked for, and this checkout.
+stamp() { printf '%s %s %s' "$1" "$(cat setup.py "$1" | sha256sum | cut -d' ' -f1)" "$(pwd -P)"; }
+
+venv_is_ready() {
+   venv_works && [[ -f $VENV/installed && $(<"$VENV/installed") == "$(stamp "$(lock_of_venv)" 2>/dev/null)" ]]
+}
+
+# Makes $VENV, or makes it anew where it does not work; touches no folder that holds anything else.
+make_venv() {
+   local python
+   if [[ ! -f $VENV/pyvenv.cfg && -n $(find "$VENV" -mindepth 1 ! -name install.lock -print -quit) ]]; then
+      fail 1 "$VENV is no Python environment and not empty; name a new folder: VENV=/other/disk/venv bash $0"
+   fi
+   python=$(find_python)
+   need_disk "$VENV"
+   say "making $VENV with $python ($("$python" --version))"
+   find "$VENV" -mindepth 1 -maxdepth 1 ! -name install.lock -exec rm -rf -- {} +
+   "$python" -m venv "$VENV"
+}
+
 # Makes the environment where it is missing or older than its lock, and puts it first in the PATH.
 prepare_environment() {
-   VENV=${VENV:-.venv}
-   if [[ ! -x $VENV/bin/python ]] || ! "$VENV/bin/python" -c '' 2>/dev/null; then
-      local python
-      python=$(find_python)
-      mkdir -p -- "$VENV"
-      need_disk "$VENV"
-      say "making $VENV with $python ($("$python" --version))"
-      "$python" -m venv --clear "$VENV"
+   local lock folder=${VENV:-.venv}
+   if ! mkdir -p -- "$folder" 2>/dev/null; then
+      fail 1 "cannot make the folder $folder; put the environment elsewhere: VENV=/other/disk/venv bash $0"
    fi
-   VENV=$(cd -- "$VENV" && pwd)
-   # Two scripts started together: the second one waits for the first one's installation.
-   exec 9>"$VENV/install.lock"
-   if command -v flock >/dev/null; then flock 9; fi
-
-   local version lock stamp
-   version=$("$VENV/bin/python" -c 'import sys; print(f"{sys.version_info[0]}{sys.version_info[1]}")')
-   lock=requirements/cpu-py$version.lock
-   [[ -f $lock ]] || fail 1 "$VENV has Python ${version/3/3.}, but 3.11 or 3.12 is needed; remove it or set VENV"
-   stamp="$lock $(cat setup.py "$lock" | sha256sum | cut -d' ' -f1) $PWD"
-   if [[ ! -f $VENV/installed || $(<"$VENV/installed") != "$stamp" ]]; then
-      rm -f -- "$VENV/installed"
-      install_packages "$lock"
-      printf '%s\n' "$stamp" >"$VENV/installed"
-      say "installed"
+   VENV=$(cd -- "$folder" && pwd -P)
+   if ! venv_is_ready; then
+      [[ -w $VENV ]] || fail 1 "cannot write to $VENV; put the environment elsewhere: VENV=/other/disk/venv bash $0"
+      # Two scripts started together: the second one waits for the first one's installation.
+      exec 9>"$VENV/install.lock"
+      if command -v flock >/dev/null; then flock 9; fi
+      venv_works || make_venv
+      lock=$(lock_of_venv)
+      [[ -f $lock ]] ||
+         fail 1 "$VENV has $("$VENV/bin/python" --version), but 3.11 or 3.12 is needed; remove it or set VENV"
+      if ! venv_is_ready; then
+         rm -f -- "$VENV/installed"
+         install_packages "$lock"
+         stamp "$lock" >"$VENV/installed"
+         say "installed"
+      fi
+      exec 9>&-
    fi
-   exec 9>&-
    export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV
    unset PYTHONHOME PYTHONPATH
 }

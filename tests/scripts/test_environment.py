@@ -1,0 +1,195 @@
+"""scripts/lib/environment.sh: which Python it takes, what it installs, when it does nothing, and what it refuses."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ["bash", "basename", "cat", "cut", "dirname", "awk", "df", "find", "flock", "grep", "mkdir", "rm", "sha256sum"]
+PREPARE = (
+    "set -euo pipefail; source scripts/lib/say.sh; source scripts/lib/environment.sh; prepare_environment;"
+    ' command -v python; echo "$VIRTUAL_ENV"'
+)
+# An interpreter that answers for version {version}, makes environments of copies of itself, and notes what pip is told.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+   '-c ') ;;
+   '-c import sys; sys.exit'*) (({version} == 311 || {version} == 312)) ;;
+   '-c import ensurepip, venv') {can_make_venv} ;;
+   '-c import sys; print'*) echo {version} ;;
+   --version) echo Python 3.{minor}.0 ;;
+   '-m venv '*)
+      mkdir -p "$3/bin"
+      cat "$0" >"$3/bin/python"
+      chmod +x "$3/bin/python"
+      echo "VIRTUAL_ENV=$3" >"$3/bin/activate"
+      echo home >"$3/pyvenv.cfg"
+      ;;
+   '-m pip install'*) shift 4; echo "$@" | tee -a "$PWD/pip"; {pip} ;;
+   *) echo "unexpected: $*" >&2; exit 1 ;;
+esac
+"""
+
+
+class Checkout:
+    """A folder with the scripts and the locks, in a PATH of the common tools and of the interpreters put there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin = folder / "checkout", folder / "bin"
+        for name in ("scripts", "requirements"):
+            shutil.copytree(ROOT / name, self.folder / name)
+        shutil.copy(ROOT / "setup.py", self.folder)
+        self.bin.mkdir()
+        for tool in [*TOOLS, "tee", "tail", "chmod", "env"]:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+
+    def python(self, name: str, minor: int, *, can_make_venv: bool = True, pip: str = "true") -> None:
+        program = PYTHON
+        values = {"version": f"3{minor}", "minor": minor, "can_make_venv": str(can_make_venv).lower(), "pip": pip}
+        for key, value in values.items():
+            program = program.replace(f"{{{key}}}", str(value))
+        (self.bin / name).write_text(program)
+        (self.bin / name).chmod(0o755)
+
+    def prepare(self, **environment: object) -> subprocess.CompletedProcess:
+        variables = {"PATH": str(self.bin)} | {name: str(value) for name, value in environment.items()}
+        command = [str(self.bin / "bash"), "-c", PREPARE, "scripts/setup.sh"]
+        return subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=60)
+
+    @property
+    def pip_calls(self) -> list[str]:
+        calls = self.folder / "pip"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def refusal(done: subprocess.CompletedProcess) -> str:
+    """The one sentence on stderr."""
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("slimrl: ")
+    return sentence.removeprefix("slimrl: ")
+
+
+def test_torch_comes_with_its_needs_and_the_rest_of_the_lock_without(checkout):
+    checkout.python("python3", 12)
+    done = checkout.prepare()
+    assert done.returncode == 0, done.stderr
+    assert checkout.pip_calls == [
+        "-c requirements/cpu-py312.lock torch==2.13.0",
+        "--no-deps -r requirements/cpu-py312.lock",
+        "--no-deps --no-build-isolation -e .",
+    ]
+    venv = checkout.folder / ".venv"
+    assert done.stdout.splitlines()[-2:] == [str(venv / "bin/python"), str(venv)]
+
+
+def test_the_second_time_nothing_is_installed_and_nothing_said(checkout):
+    checkout.python("python3", 11)
+    checkout.prepare()
+    again = checkout.prepare()
+    venv = checkout.folder / ".venv"
+    assert again.stdout.splitlines() == [str(venv / "bin/python"), str(venv)]
+    assert len(checkout.pip_calls) == 3
+
+
+@pytest.mark.parametrize("file", ["setup.py", "requirements/cpu-py311.lock"])
+def test_a_changed_list_of_packages_is_installed_into_the_same_environment(file, checkout):
+    checkout.python("python3", 11)
+    checkout.prepare()
+    (checkout.folder / ".venv/kept").touch()
+    with open(checkout.folder / file, "a") as changed:
+        changed.write("# changed\n")
+    assert checkout.prepare().returncode == 0
+    assert len(checkout.pip_calls) == 6
+    assert (checkout.folder / ".venv/kept").exists()
+
+
+def test_a_moved_checkout_gets_its_environment_anew(checkout):
+    checkout.python("python3", 11)
+    checkout.prepare()
+    checkout.folder = checkout.folder.rename(checkout.folder.with_name("elsewhere"))
+    done = checkout.prepare()
+    assert done.returncode == 0, done.stderr
+    assert str(checkout.folder) in (checkout.folder / ".venv/bin/activate").read_text()
+    assert len(checkout.pip_calls) == 6
+
+
+def test_an_installation_that_stopped_shows_pips_last_lines_and_goes_on_the_next_time(checkout):
+    checkout.python("python3", 11, pip="echo no space left; [[ ! $* == *--no-deps* ]]")
+    stopped = checkout.prepare()
+    assert stopped.returncode == 1
+    assert "no space left" in stopped.stderr
+    assert "Run the same command again to go on" in stopped.stderr
+    checkout.python("../checkout/.venv/bin/python", 11)
+    assert checkout.prepare().returncode == 0
+    assert checkout.pip_calls[-1] == "--no-deps --no-build-isolation -e ."
+
+
+def test_the_first_suitable_python_of_the_path_is_taken(checkout):
+    checkout.python("python3.11", 11, can_make_venv=False)
+    checkout.python("python3.12", 12)
+    checkout.python("python3", 13)
+    assert f"with {checkout.bin}/python3.12 (Python 3.12.0)" in checkout.prepare().stdout
+
+
+def test_a_python_named_by_the_user_is_taken_before_others(checkout, tmp_path):
+    checkout.python("python3", 11)
+    checkout.python("mine", 12)
+    assert f"with {checkout.bin}/mine (" in checkout.prepare(PYTHON=checkout.bin / "mine").stdout
+
+
+def test_no_python_at_all_is_one_sentence(checkout):
+    sentence = refusal(checkout.prepare())
+    assert sentence.startswith("needs Python 3.11 or 3.12, and the PATH has neither (python3 is missing); install one")
+
+
+def test_an_unsuitable_python_is_named_with_its_version(checkout):
+    checkout.python("python3", 13)
+    assert "(python3 is Python 3.13.0); install one" in refusal(checkout.prepare())
+    sentence = refusal(checkout.prepare(PYTHON="python3"))
+    assert sentence.startswith("PYTHON=python3 is Python 3.13.0, but Python 3.11 or 3.12 is needed")
+    assert "PYTHON=/no/such is no program, but" in refusal(checkout.prepare(PYTHON="/no/such"))
+
+
+def test_a_python_that_cannot_make_environments_says_what_to_install(checkout):
+    checkout.python("python3.12", 12, can_make_venv=False)
+    assert "apt install python3.12-venv" in refusal(checkout.prepare())
+
+
+def test_too_little_disk_is_refused_before_anything_is_made(checkout):
+    checkout.python("python3", 11)
+    (checkout.bin / "df").unlink()
+    (checkout.bin / "df").write_text("#!/bin/sh\nprintf 'Filesystem\\ndisk 9 9 3145728 9%% /\\n'\n")
+    (checkout.bin / "df").chmod(0o755)
+    assert "has 3 GiB free, but the first installation needs 10 GiB" in refusal(checkout.prepare())
+    assert checkout.pip_calls == []
+
+
+def test_a_folder_with_other_things_is_never_cleared(checkout, tmp_path):
+    checkout.python("python3", 11)
+    precious = tmp_path / "home"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("years of work")
+    assert "is no Python environment and not empty" in refusal(checkout.prepare(VENV=precious))
+    assert (precious / "thesis.tex").exists()
+
+
+def test_a_place_where_no_folder_can_be_made_is_one_sentence(checkout, tmp_path):
+    checkout.python("python3", 11)
+    (tmp_path / "file").touch()
+    assert "cannot make the folder" in refusal(checkout.prepare(VENV=tmp_path / "file/venv"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_one_sentence(checkout, tmp_path):
+    checkout.python("python3", 11)
+    (tmp_path / "venv").mkdir(mode=0o555)
+    assert "cannot write to" in refusal(checkout.prepare(VENV=tmp_path / "venv"))
