@@ -54,6 +54,7 @@ class Started:
 
     def kill_everything(self) -> None:
         """SIGKILL to every process of the run, and the files removed that nobody was left to remove."""
+        self.process.kill()  # first of all, and not only after a search: the run goes no further from here
         while processes := self.processes():
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
