@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -90,16 +91,27 @@ def test_a_lock_is_complete_but_for_cuda_and_for_what_sglang_asks(path):
                 assert lock[other].removeprefix("==") in wanted.specifier, f"{name} needs {wanted}"
 
 
-def test_setup_asks_for_every_package_that_the_source_imports():
-    imported = set()
-    for path in [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("train*.py")]:
+def imported(paths: Iterable[Path]) -> set[str]:
+    """Names in the package index of all that these files import and that is neither Python's nor slimrl's own."""
+    found = set()
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
+                found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                imported.add(node.module.split(".")[0])
-    third_party = imported - sys.stdlib_module_names - {"slimrl", "tools"}
-    # stands beside SGLang wherever there is CUDA, and its place is taken where there is none
-    third_party -= {"sgl_kernel", "transformer_engine"}
-    needed = {DISTRIBUTIONS.get(name, name) for name in third_party}
-    assert {re.sub(r"[-_.]+", "-", name).lower() for name in needed} <= names(metadata()["install_requires"]).keys()
+                found.add(node.module.split(".")[0])
+    found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "train", "train_async"}
+    # stand beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
+    found -= {"sgl_kernel", "transformer_engine"}
+    return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}
+
+
+def test_setup_asks_for_every_package_that_the_source_imports():
+    sources = [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("train*.py")]
+    sources += (ROOT / "scripts").rglob("*.py")
+    assert imported(sources) <= names(metadata()["install_requires"]).keys()
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_holds_what_the_tests_import(path):
+    assert imported((ROOT / "tests").rglob("*.py")) <= locked(path).keys()
