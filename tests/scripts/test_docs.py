@@ -13,7 +13,7 @@ GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "f
 PAGES = [ROOT / "README.md", *GUIDES]
 IDS = [path.name for path in PAGES]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b(?![-*.<])")
-# Flags of other programs in the commands that the pages show, and one flag that is wrong on purpose.
+# Flags of other programs in the commands that the pages show.
 OTHERS = {
     *("--head", "--address", "--num-gpus"),  # ray start
     *("--logdir", "--local-dir", "--repo-type", "--no-deps"),  # tensorboard, hf, pip
