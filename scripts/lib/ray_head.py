@@ -9,7 +9,6 @@ end other people's clusters too.
 import argparse
 import contextlib
 import ctypes
-import getpass
 import os
 import shutil
 import signal
@@ -74,7 +73,8 @@ def start_ray(folder: Path, host: str, extra: list[str]) -> tuple[subprocess.Pop
         *("--min-worker-port=0", "--max-worker-port=0"),
         *extra,
     ]
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    # By number: in a container the user may have no name.
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(compiled),  # worth keeping, unlike what else is written into TMPDIR
         **os.environ,
