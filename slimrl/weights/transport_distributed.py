@@ -11,7 +11,7 @@ import datetime
 import socket
 import time
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from urllib.parse import urlsplit
 
 import torch
@@ -23,6 +23,7 @@ from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, resul
 
 LOAD_FORMAT = "flattened_bucket"
 POLL_INTERVAL_S = 0.0005
+FAILURE_GRACE_S = 5.0
 
 
 class DistributedTransport:
@@ -84,6 +85,7 @@ class DistributedTransport:
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if any(future.done() and future.exception() is not None for future in futures):
+                wait(futures, FAILURE_GRACE_S)  # the others may be about to fail for the same reason
                 failed = [(s, f) for s, f in zip(self._servers, futures, strict=True) if f.done()]
                 results([s for s, _ in failed], [f for _, f in failed], "updating weights from a broadcast")
             if time.monotonic() > deadline:
