@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -100,3 +102,25 @@ def test_ray_that_cannot_start_is_one_message(tmp_path):
     )
     assert done.returncode == 1
     assert "no-such-flag" in done.stderr and "Ray did not start" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_user_without_a_name_has_a_cluster_too():
+    """As in a container that is run with `--user 54321`: no entry in /etc/passwd, no USER, no LOGNAME."""
+    python, nameless = Path(sys.executable), {"user": 54321, "group": 54321, "extra_groups": []}
+    home = Path(tempfile.mkdtemp(prefix="slimrl-nameless-", dir="/tmp"))
+    try:
+        os.chown(home, 54321, 54321)
+        shutil.copytree(ROOT / "scripts", home / "scripts")
+        environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(home)}
+        try:
+            subprocess.run([python, "-c", "import ray"], cwd=home, env=environment, check=True, timeout=60, **nameless)
+        except (PermissionError, subprocess.CalledProcessError):
+            pytest.skip("this environment lies where only its owner may read")
+        command = ["bash", "-c", SCRIPT, "script", CLUSTER]
+        options = {"cwd": home, "env": environment, "capture_output": True, "text": True, "timeout": 200}
+        done = subprocess.run(command, **options, **nameless)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "slots 2.0" in done.stdout
+    finally:
+        shutil.rmtree(home)
