@@ -6,7 +6,6 @@ the same server. Called by the engine actors and by tests.
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
 import tempfile
@@ -153,7 +152,7 @@ def rendezvous(options: Mapping[str, Any], host: str, first_port: int) -> dict[s
 
 def server_environment(tensor_parallel_size: int, base_gpu_id: int, *, cpu: bool) -> dict[str, str]:
     """Environment variables of the server, on top of this process's own."""
-    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     environment = {
         **importable(),
         # /health answers at once instead of generating a token: the router asks every second, and a server that is
