@@ -98,6 +98,10 @@ prepare_environment() {
       fail 1 "cannot make the folder $folder; put the environment elsewhere: VENV=/other/disk/venv bash $0"
    fi
    VENV=$(cd -- "$folder" && pwd -P)
+   if [[ $VENV == *[[:space:]]* ]]; then
+      fail 1 "Ray cannot run from $VENV, because there is a space in its name; put the environment elsewhere:" \
+         "VENV=/other/disk/venv bash $0"
+   fi
    if ! venv_is_ready; then
       [[ -w $VENV ]] || fail 1 "cannot write to $VENV; put the environment elsewhere: VENV=/other/disk/venv bash $0"
       # Two scripts started together: the second one waits for the first one's installation.

@@ -97,13 +97,13 @@ def wait_until_ready(ray: subprocess.Popen, address: str) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if ray.poll() is not None:
-            raise RuntimeError(f"ray start ended with exit code {ray.returncode}")
+            raise RuntimeError(f"Ray did not start: it ended with exit code {ray.returncode}")
         try:
             opener.open(request, timeout=5).close()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise RuntimeError(f"the job server at {address} did not answer within {READY_TIMEOUT_S} s")
+    raise RuntimeError(f"Ray did not start: no answer from its job server at {address} in {READY_TIMEOUT_S} s")
 
 
 def wait_for_end(ray: subprocess.Popen) -> int:
@@ -143,11 +143,10 @@ def main(argv: list[str]) -> int:
         wait_until_ready(ray, address)
         (args.folder / "address.new").write_text(address + "\n")
         (args.folder / "address.new").rename(args.folder / "address")
-        print(f"the Ray head ended by itself with exit code {wait_for_end(ray)}", file=sys.stderr)
-        return 1
+        raise RuntimeError(f"the Ray head ended by itself with exit code {wait_for_end(ray)}")
     except RuntimeError as error:
         log = (args.folder / "head.log").read_text(errors="replace").splitlines()
-        print(f"Ray did not start: {error}. Its last lines:", *log[-15:], sep="\n  ", file=sys.stderr)
+        print(f"{error}. Its last lines:", *log[-15:], sep="\n  ", file=sys.stderr)
         return 1
     except Stopped:
         return 0

@@ -188,6 +188,12 @@ def test_a_place_where_no_folder_can_be_made_is_one_sentence(checkout, tmp_path)
     assert "cannot make the folder" in refusal(checkout.prepare(VENV=tmp_path / "file/venv"))
 
 
+def test_a_folder_with_a_space_in_its_name_is_refused_before_anything_is_installed(checkout, tmp_path):
+    checkout.python("python3", 11)
+    assert refusal(checkout.prepare(VENV=tmp_path / "my venv")).startswith("Ray cannot run from")
+    assert checkout.pip_calls == []
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_one_sentence(checkout, tmp_path):
     checkout.python("python3", 11)
