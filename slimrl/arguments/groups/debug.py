@@ -1,4 +1,4 @@
-"""Flags for looking into a run: dumps, replay, one side alone."""
+"""Flags for looking into a run: dumps, replay, one side alone, the plan of a run that is not started."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ class DebugArguments:
     )
     debug_train_only: bool = flag(False, "no engines: train on --load-debug-rollout-data")
     debug_rollout_only: bool = flag(False, "no training: only generate and judge")
+    dry_run: bool = flag(False, "check everything, print what would be started and how much memory it needs, and exit")
+    slot_memory_gib: float | None = flag(
+        None,
+        "memory of one slot that --dry-run plans with (GiB; what nvidia-smi says, without GPUs the machine's by slots)",
+        above=0,
+    )
