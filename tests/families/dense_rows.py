@@ -1,0 +1,112 @@
+"""The toys of families whose layers all have one gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.families.shapes import DENSE, GROUPED, UNTIED, config_code, flags
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architecture": "LlamaForCausalLM",
+        "config": DENSE
+        | {
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 500000.0, "factor": 8.0, **LLAMA3_SCALING},
+            "tie_word_embeddings": False,
+        },
+        "flags": flags(
+            2,
+            96,
+            500000,
+            "1e-5",
+            *GROUPED,
+            *UNTIED,
+            "--use-rope-scaling",
+            "--rope-scaling-factor",
+            "8.0",
+            positions=131072,
+        ),
+    },
+    "llama-tied": {
+        "architecture": "LlamaForCausalLM",
+        "config": DENSE
+        | {
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 500000.0, "factor": 32.0, **LLAMA3_SCALING},
+            "tie_word_embeddings": True,
+        },
+        "flags": flags(
+            2, 96, 500000, "1e-5", *GROUPED, "--use-rope-scaling", "--rope-scaling-factor", "32.0", positions=131072
+        ),
+    },
+    "qwen2": {
+        "architecture": "Qwen2ForCausalLM",
+        "config": DENSE | {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e6}, "tie_word_embeddings": True},
+        "flags": flags(2, 96, 1000000, "1e-6", *GROUPED, "--add-qkv-bias"),
+    },
+    "qwen3": {
+        "architecture": "Qwen3ForCausalLM",
+        "config": DENSE
+        | {
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_theta": 1e6},
+            "tie_word_embeddings": False,
+        },
+        "flags": flags(2, 96, 1000000, "1e-6", *GROUPED, *UNTIED, "--qk-layernorm"),
+    },
+    "glm4": {
+        "architecture": "Glm4ForCausalLM",
+        "config": DENSE
+        | {
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "attention_bias": True,
+            "pad_token_id": 278,
+        },
+        "flags": flags(
+            2,
+            96,
+            10000,
+            "1e-5",
+            *GROUPED,
+            *UNTIED,
+            "--add-qkv-bias",
+            "--rotary-interleaved",
+            "--rotary-percent",
+            "0.5",
+            "--post-self-attn-layernorm",
+            "--post-mlp-layernorm",
+        ),  # fmt: skip
+    },
+    "mimo": {
+        "architecture": "Qwen2ForCausalLM",
+        "config": DENSE
+        | {
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 640000.0},
+            "tie_word_embeddings": False,
+        },
+        "flags": flags(2, 96, 640000, "1e-5", *GROUPED, *UNTIED, "--add-qkv-bias", "--mtp-num-layers", "1"),
+        "published": {
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+            "attention_bias": True,
+            "num_nextn_predict_layers": 1,
+        },
+        "mtp_layers": 1,
+        "code": config_code("configuration_mimo.py", "MiMoConfig", "Qwen2Config", "mimo"),
+    },
+}
