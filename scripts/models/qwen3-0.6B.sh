@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# Qwen3-0.6B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base: compare its config.json,
-# then append the flag (MODEL_ARGS+=(--rotary-base 5000000); the last one wins) or set MODEL_ARGS_ROTARY_BASE.
+# Qwen3-0.6B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
+# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
 MODEL_ARGS=(
    --swiglu
    --num-layers 28

@@ -1,0 +1,24 @@
+# shellcheck shell=bash disable=SC2034
+# GLM-4-32B-0414, GLM-Z1-32B-0414 in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
+MODEL_ARGS=(
+   --swiglu
+   --num-layers 61
+   --hidden-size 6144
+   --ffn-hidden-size 23040
+   --num-attention-heads 48
+   --group-query-attention
+   --num-query-groups 2
+   --kv-channels 128
+   --post-self-attn-layernorm
+   --post-mlp-layernorm
+   --use-rotary-position-embeddings
+   --rotary-base "${MODEL_ARGS_ROTARY_BASE:-10000}"
+   --rotary-percent 0.5
+   --rotary-interleaved
+   --disable-bias-linear
+   --normalization RMSNorm
+   --norm-epsilon 1e-5
+   --vocab-size 151552
+   --max-position-embeddings 32768
+   --untie-embeddings-and-output-weights
+)

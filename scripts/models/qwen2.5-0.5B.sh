@@ -1,0 +1,20 @@
+# shellcheck shell=bash disable=SC2034
+# Qwen2.5-0.5B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
+# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
+MODEL_ARGS=(
+   --swiglu
+   --num-layers 24
+   --hidden-size 896
+   --ffn-hidden-size 4864
+   --num-attention-heads 14
+   --group-query-attention
+   --num-query-groups 2
+   --add-qkv-bias
+   --use-rotary-position-embeddings
+   --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+   --disable-bias-linear
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --vocab-size 151936
+   --max-position-embeddings 32768
+)

@@ -1,0 +1,21 @@
+# shellcheck shell=bash disable=SC2034
+# Qwen2.5-7B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
+# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
+MODEL_ARGS=(
+   --swiglu
+   --num-layers 28
+   --hidden-size 3584
+   --ffn-hidden-size 18944
+   --num-attention-heads 28
+   --group-query-attention
+   --num-query-groups 4
+   --add-qkv-bias
+   --use-rotary-position-embeddings
+   --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+   --disable-bias-linear
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --vocab-size 152064
+   --max-position-embeddings 131072
+   --untie-embeddings-and-output-weights
+)

@@ -1,0 +1,33 @@
+# shellcheck shell=bash disable=SC2034
+# Qwen3-30B-A3B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
+# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
+MODEL_ARGS=(
+   --swiglu
+   --num-layers 48
+   --hidden-size 2048
+   --ffn-hidden-size 6144
+   --num-attention-heads 32
+   --group-query-attention
+   --num-query-groups 4
+   --kv-channels 128
+   --qk-layernorm
+   --use-rotary-position-embeddings
+   --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+   --disable-bias-linear
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --vocab-size 151936
+   --max-position-embeddings 40960
+   --untie-embeddings-and-output-weights
+
+   --num-experts 128
+   --moe-router-topk 8
+   --moe-ffn-hidden-size 768
+   --moe-layer-freq "[1]*48"
+   --moe-router-score-function softmax
+   --moe-aux-loss-coeff 0
+   --moe-router-dtype fp32
+   --moe-token-dispatcher-type alltoall
+   --moe-grouped-gemm
+   --moe-permute-fusion
+)

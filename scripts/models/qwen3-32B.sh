@@ -1,0 +1,22 @@
+# shellcheck shell=bash disable=SC2034
+# Qwen3-32B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
+# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
+MODEL_ARGS=(
+   --swiglu
+   --num-layers 64
+   --hidden-size 5120
+   --ffn-hidden-size 25600
+   --num-attention-heads 64
+   --group-query-attention
+   --num-query-groups 8
+   --kv-channels 128
+   --qk-layernorm
+   --use-rotary-position-embeddings
+   --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+   --disable-bias-linear
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --vocab-size 151936
+   --max-position-embeddings 40960
+   --untie-embeddings-and-output-weights
+)
