@@ -68,7 +68,7 @@ def _places(checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape) 
     """Where each row lies; refuses a checkpoint of another model before anything is written."""
     places: dict[Row, StoredTensor] = {}
     unused = checkpoint.model_keys
-    for row in family.rows(shape.num_layers, tied=shape.tied):
+    for row in family.rows(shape):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
         if found is None:
             raise ValueError(

@@ -48,7 +48,7 @@ def expected_checksums(
     checksum = host_checksum if on_host else device_checksum
     expected: dict[int, list[Checksums]] = {size: [{} for _ in range(size)] for size in set(engine_sizes)}
     tensors = iter(named_tensors)
-    for row in family.rows(shape.num_layers, tied=shape.tied):
+    for row in family.rows(shape):
         parts = [next(tensors)[1].clone() for _ in row.hf]
         for size, ranks in expected.items():
             layout = EngineLayout(size, on_host)

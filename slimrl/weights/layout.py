@@ -25,30 +25,48 @@ def megatron_shape(row: Row, shape: ModelShape) -> tuple[int, ...]:
     return (rows, *parts[0][1:])
 
 
-def check_tensor_parallel(shape: ModelShape, size: int) -> None:
-    """Raises ValueError where `size` does not divide what tensor parallelism divides."""
-    for flag, value in (
+def local_shape(row: Row, shape: ModelShape, *, size: int) -> tuple[int, ...]:
+    """The shape of one shard out of `size`."""
+    full = list(megatron_shape(row, shape))
+    if row.shard_dim is not None:
+        full[row.shard_dim] //= size
+    return tuple(full)
+
+
+def check_tensor_parallel(shape: ModelShape, size: int, expert_size: int = 1) -> None:
+    """Raises ValueError where `size` (for experts `expert_size`) does not divide what tensor parallelism divides."""
+    _check_divides(
+        "--tensor-model-parallel-size",
+        size,
         ("--num-attention-heads", shape.num_attention_heads),
-        ("--num-query-groups", shape.num_query_groups),
+        # one latent vector serves all heads, so there are no groups to divide
+        ("--num-query-groups", shape.num_query_groups if shape.latent is None else 0),
         ("--ffn-hidden-size", shape.ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", shape.shared_ffn_hidden_size),
         ("the padded vocabulary size", shape.padded_vocab_size),
-    ):
+    )
+    _check_divides("--expert-tensor-parallel-size", expert_size, ("--moe-ffn-hidden-size", shape.moe_ffn_hidden_size))
+
+
+def _check_divides(size_flag: str, size: int, *divided: tuple[str, int]) -> None:
+    for flag, value in divided:
         if value % size:
-            raise ValueError(
-                f"--tensor-model-parallel-size {size} does not divide {flag} ({value}): choose a size that divides it"
-            )
+            raise ValueError(f"{size_flag} {size} does not divide {flag} ({value}): choose a size that divides it")
 
 
 def to_shard(row: Row, parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
     """The Megatron tensor of tensor-parallel `rank` out of `size`, from the row's full HF tensors.
 
-    Only the rank's own slices of `parts` are read, so memory-mapped parts stay mostly on disk.
+    For the row of an expert these are its expert-tensor-parallel rank and size. Only the rank's own slices of
+    `parts` are read, so memory-mapped parts stay mostly on disk.
     """
     if row.layout is Layout.QKV:
         return _merge_qkv(parts, shape, rank=rank, size=size)
     if row.layout is Layout.GATE_UP:
         return torch.cat([_slice(part, 0, rank, size) for part in parts])
     (full,) = parts
+    if row.layout is Layout.PACKED_GATE_UP:
+        return torch.cat([_slice(half, 0, rank, size) for half in full.chunk(2)])
     if row.padded_vocab:
         return _vocab_shard(full, shape.padded_vocab_size, rank=rank, size=size)
     return full if row.shard_dim is None else _slice(full, row.shard_dim, rank, size)
@@ -62,10 +80,16 @@ def from_shards(row: Row, shards: list[Tensor], shape: ModelShape) -> list[Tenso
     if row.layout is Layout.QKV:
         return _split_qkv(_join(shards, 0), shape)
     if row.layout is Layout.GATE_UP:
-        halves = [shard.chunk(2) for shard in shards]
-        return [_join([half[index] for half in halves], 0) for index in (0, 1)]
+        return _gate_and_up(shards)
+    if row.layout is Layout.PACKED_GATE_UP:
+        return [shards[0] if len(shards) == 1 else torch.cat(_gate_and_up(shards))]
     full = shards[0] if row.shard_dim is None else _join(shards, row.shard_dim)
     return [full[: shape.vocab_size] if row.padded_vocab else full]
+
+
+def _gate_and_up(shards: list[Tensor]) -> list[Tensor]:
+    halves = [shard.chunk(2) for shard in shards]
+    return [_join([half[index] for half in halves], 0) for index in (0, 1)]
 
 
 def _slice(full: Tensor, dim: int, rank: int, size: int) -> Tensor:

@@ -13,37 +13,41 @@ import torch
 from torch import Tensor, nn
 
 from slimrl.weights.families import Family, Row
-from slimrl.weights.hf_files import HfCheckpoint
+from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
 from slimrl.weights.layout import check_tensor_parallel, to_shard
-from slimrl.weights.megatron_names import find, global_parameters
+from slimrl.weights.megatron_names import find, global_tensors
 from slimrl.weights.names import check_hf_names, check_hf_shapes, listed, redundant_head
 from slimrl.weights.shape import ModelShape
 
 
 @torch.no_grad()
 def load_hf_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     shape: ModelShape,
     family: Family,
     hf_dir: Path,
     *,
     tp_rank: int = 0,
     tp_size: int = 1,
+    etp_rank: int = 0,
+    etp_size: int = 1,
     progress: Callable[[Sequence[Row]], Iterable[Row]] = iter,
 ) -> None:
-    """Fills the parameters of `model` (a bare GPTModel, any pipeline stage), casting to their dtype.
+    """Fills the parameters of `model` (a bare GPTModel of any pipeline stage, or its chunks), casting to their dtype.
 
-    `progress` is handed the rows to load and passes them on, for example tqdm.
+    `tp_rank` of `tp_size` divides what all tokens pass, `etp_rank` of `etp_size` each expert; which experts this rank
+    holds is read off the model. `progress` is handed the rows to load and passes them on, for example tqdm.
     Raises FileNotFoundError for missing files and ValueError for a tensor missing, left over or of another
     shape than the flags describe, naming it.
     """
-    check_tensor_parallel(shape, tp_size)
-    parameters = global_parameters(model)
+    check_tensor_parallel(shape, tp_size, etp_size)
+    parameters = global_tensors(model)
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, shape, family)
         for row in progress(_local_rows(family, shape, parameters)):
             parts = [checkpoint.tensor(part.name) for part in row.hf]
-            shard = to_shard(row, parts, shape, rank=tp_rank, size=tp_size)
+            rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
+            shard = to_shard(row, parts, shape, rank=rank, size=size)
             _copy(shard, parameters.pop(find(row, parameters)), row)
     if parameters:
         raise ValueError(
@@ -53,9 +57,13 @@ def load_hf_checkpoint(
 
 
 def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: Family) -> None:
-    """Raises ValueError where the stored names, shapes or a redundant head do not fit the family and sizes."""
+    """Raises ValueError where the stored names, shapes or a redundant head do not fit the family and sizes.
+
+    Layers that predict further tokens are left alone: `Family.carried_prefixes` names them.
+    """
     where = str(checkpoint.folder)
-    check_hf_names(checkpoint.names, family, shape, where)
+    carried = family.carried_prefixes(read_hf_config(checkpoint.folder))
+    check_hf_names(checkpoint.names, family, shape, where, carried)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
     check_hf_shapes(shapes, family, shape, where)
     head = redundant_head(checkpoint.names, family, shape)
@@ -68,15 +76,15 @@ def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: Family
         )
 
 
-def _local_rows(family: Family, shape: ModelShape, parameters: dict[str, nn.Parameter]) -> list[Row]:
+def _local_rows(family: Family, shape: ModelShape, parameters: dict[str, Tensor]) -> list[Row]:
     """The rows whose Megatron tensor this rank has; a tied last pipeline stage has the embedding as its head."""
-    rows = [row for row in family.rows(shape.num_layers, tied=shape.tied) if find(row, parameters) is not None]
+    rows = [row for row in family.rows(shape) if find(row, parameters) is not None]
     if shape.tied and find(family.head, parameters) is not None:
         rows.append(Row(family.head.megatron, family.embedding.hf, shard_dim=family.head.shard_dim))
     return rows
 
 
-def _copy(shard: Tensor, parameter: nn.Parameter, row: Row) -> None:
+def _copy(shard: Tensor, parameter: Tensor, row: Row) -> None:
     if shard.shape != parameter.shape:
         raise ValueError(
             f"{row.megatron[0]} has shape {list(parameter.shape)} in the model but its table makes"

@@ -28,13 +28,16 @@ def redundant_head(names: Iterable[str], family: Family, shape: ModelShape) -> s
     return head if shape.tied and head in set(names) else None
 
 
-def check_hf_names(names: Iterable[str], family: Family, shape: ModelShape, where: str) -> None:
+def check_hf_names(
+    names: Iterable[str], family: Family, shape: ModelShape, where: str, carried: tuple[str, ...] = ()
+) -> None:
     """Raises ValueError naming the tensors of `where` that are missing or left over.
 
-    Buffers that follow from the config are not counted, nor is a redundant head of a tied model.
+    Buffers that follow from the config are not counted, nor is a redundant head of a tied model, nor names that
+    begin with one of `carried` (`Family.carried_prefixes`).
     """
-    stored = {name for name in names if not name.endswith(NON_PARAMETER_SUFFIXES)}
-    expected = set(family.hf_names(shape.num_layers, tied=shape.tied))
+    stored = {name for name in names if not name.endswith(NON_PARAMETER_SUFFIXES) and not name.startswith(carried)}
+    expected = set(family.hf_names(shape))
     stored.discard(redundant_head(stored, family, shape) or "")
     if missing := expected - stored:
         raise ValueError(
@@ -50,7 +53,7 @@ def check_hf_names(names: Iterable[str], family: Family, shape: ModelShape, wher
 
 def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: Family, shape: ModelShape, where: str) -> None:
     """Raises ValueError naming the first tensor whose shape is not what the sizes ask for."""
-    for row in family.rows(shape.num_layers, tied=shape.tied):
+    for row in family.rows(shape):
         for part, wanted in zip(row.hf, hf_shapes(row, shape), strict=True):
             if shapes[part.name] != wanted:
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slimrl.weights.families import family_for
@@ -12,8 +13,22 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentShape:
+    """Widths of multi-latent attention; `q_lora_rank` 0: queries have no latent vector."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder. `padded_vocab_size` counts the embedding rows that Megatron keeps (true rows first)."""
+    """Sizes of a decoder. `padded_vocab_size` counts the embedding rows that Megatron keeps (true rows first).
+
+    `moe_layers` says of each layer whether it has experts; it is empty for a model without experts.
+    """
 
     num_layers: int
     hidden_size: int
@@ -26,39 +41,66 @@ class ModelShape:
     tied: bool
     qk_layernorm: bool
     qkv_bias: bool
+    num_experts: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    moe_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
+    expert_bias: bool = False
+    latent: LatentShape | None = None
 
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one key-value head."""
         return self.num_attention_heads // self.num_query_groups
 
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the layer (counted from 0) has experts."""
+        return bool(self.moe_layers) and self.moe_layers[layer]
+
+    def has(self, condition: str) -> bool:
+        """Whether the model has what `Row.when` names. Raises KeyError for a name that no table uses."""
+        return {
+            "qk_layernorm": self.qk_layernorm,
+            "qkv_bias": self.qkv_bias,
+            "shared_experts": self.shared_ffn_hidden_size > 0,
+            "shared_expert_gate": self.shared_expert_gate,
+            "expert_bias": self.expert_bias,
+            "query_latent": self.latent is not None and self.latent.q_lora_rank > 0,
+            "no_query_latent": self.latent is not None and self.latent.q_lora_rank == 0,
+        }[condition]
+
     def dimension(self, name: str) -> int:
         """The size a family's table means by `name`. Raises KeyError for a name that no table uses."""
-        return {
+        sizes = {
+            "one": 1,
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
             "ffn": self.ffn_hidden_size,
+            "twice_ffn": 2 * self.ffn_hidden_size,
             "queries": self.num_attention_heads * self.kv_channels,
             "keys": self.num_query_groups * self.kv_channels,
             "head": self.kv_channels,
-        }[name]
+            "experts": self.num_experts,
+            "moe_ffn": self.moe_ffn_hidden_size,
+            "shared_ffn": self.shared_ffn_hidden_size,
+        }
+        if self.latent is not None:
+            heads, latent = self.num_attention_heads, self.latent
+            sizes |= {
+                "q_latent": latent.q_lora_rank,
+                "kv_latent": latent.kv_lora_rank,
+                "kv_latent_and_rope": latent.kv_lora_rank + latent.qk_pos_emb_head_dim,
+                "latent_queries": heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim),
+                "latent_keys_values": heads * (latent.qk_head_dim + latent.v_head_dim),
+                "latent_values": heads * latent.v_head_dim,
+            }
+        return sizes[name]
 
     @classmethod
     def from_args(cls, args: Arguments) -> ModelShape:
         """The shape that the model flags describe."""
-        return cls(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            ffn_hidden_size=args.ffn_hidden_size,
-            num_attention_heads=args.num_attention_heads,
-            num_query_groups=args.num_query_groups,
-            kv_channels=args.kv_channels,
-            vocab_size=args.vocab_size,
-            padded_vocab_size=args.padded_vocab_size,
-            tied=not args.untie_embeddings_and_output_weights,
-            qk_layernorm=args.qk_layernorm,
-            qkv_bias=args.add_qkv_bias,
-        )
+        return cls._from_flags(vars(args))
 
     @classmethod
     def from_hf_config(cls, hf_config: dict[str, Any]) -> ModelShape:
@@ -77,17 +119,86 @@ class ModelShape:
         for key in needed:
             if key not in hf_config:
                 raise ValueError(f"config.json of model_type {family.model_type} has no {key}: the file is incomplete")
-        heads = hf_config["num_attention_heads"]
-        return cls(
-            num_layers=hf_config["num_hidden_layers"],
-            hidden_size=hf_config["hidden_size"],
-            ffn_hidden_size=hf_config["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=hf_config.get("num_key_value_heads") or heads,
-            kv_channels=hf_config.get("head_dim") or family.head_dim or hf_config["hidden_size"] // heads,
-            vocab_size=hf_config["vocab_size"],
-            padded_vocab_size=hf_config["vocab_size"],
-            tied=hf_config.get("tie_word_embeddings", False),
-            qk_layernorm=family.qk_layernorm,
-            qkv_bias=family.qkv_bias,
+        return cls._from_flags(_flags(family.model_type, hf_config))
+
+    @classmethod
+    def _from_flags(cls, flags: Mapping[str, Any]) -> ModelShape:
+        dense = cls(
+            num_layers=flags["num_layers"],
+            hidden_size=flags["hidden_size"],
+            ffn_hidden_size=flags["ffn_hidden_size"],
+            num_attention_heads=flags["num_attention_heads"],
+            num_query_groups=flags["num_query_groups"],
+            kv_channels=flags["kv_channels"],
+            vocab_size=flags["vocab_size"],
+            padded_vocab_size=flags["padded_vocab_size"],
+            tied=not flags["untie_embeddings_and_output_weights"],
+            qk_layernorm=flags["qk_layernorm"],
+            qkv_bias=flags["add_qkv_bias"],
+            latent=_latent(flags),
         )
+        if flags.get("num_experts") is None:
+            return dense
+        return dataclasses.replace(
+            dense,
+            num_experts=flags["num_experts"],
+            moe_layers=moe_layers(flags["moe_layer_freq"], dense.num_layers),
+            moe_ffn_hidden_size=flags["moe_ffn_hidden_size"] or dense.ffn_hidden_size,
+            shared_ffn_hidden_size=flags["moe_shared_expert_intermediate_size"] or 0,
+            shared_expert_gate=flags["moe_shared_expert_gate"],
+            expert_bias=flags["moe_router_enable_expert_bias"],
+        )
+
+
+def moe_layers(moe_layer_freq: int | list[int], num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: every N-th from the first on for a number, as it says for a list."""
+    if isinstance(moe_layer_freq, int):
+        return tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
+    return tuple(bool(flag) for flag in moe_layer_freq)
+
+
+def _latent(flags: Mapping[str, Any]) -> LatentShape | None:
+    if not flags.get("multi_latent_attention"):
+        return None
+    return LatentShape(
+        q_lora_rank=flags["q_lora_rank"] or 0,
+        kv_lora_rank=flags["kv_lora_rank"],
+        qk_head_dim=flags["qk_head_dim"],
+        qk_pos_emb_head_dim=flags["qk_pos_emb_head_dim"],
+        v_head_dim=flags["v_head_dim"],
+    )
+
+
+def _flags(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    head_dim = 128 if model_type == "qwen3" else config["hidden_size"] // heads
+    experts = next((config[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if k in config), None)
+    layers = config["num_hidden_layers"]
+    dense_first = config.get("first_k_dense_replace") or 0
+    step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return {
+        "num_layers": layers,
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": config.get("head_dim") or head_dim,
+        "vocab_size": config["vocab_size"],
+        "padded_vocab_size": config["vocab_size"],
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "qk_layernorm": model_type in ("qwen3", "qwen3_moe") or config.get("use_qk_norm", False),
+        "add_qkv_bias": model_type in ("qwen2", "qwen2_moe") or config.get("attention_bias", False),
+        "num_experts": experts,
+        "moe_layer_freq": [int(n >= dense_first and (n + 1) % step == 0 and n not in only) for n in range(layers)],
+        "moe_ffn_hidden_size": config.get("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size")
+        or (config.get("n_shared_experts") or 0) * config.get("moe_intermediate_size", 0),
+        "moe_shared_expert_gate": "shared_expert_intermediate_size" in config,
+        "moe_router_enable_expert_bias": "n_routed_experts" in config,
+        "multi_latent_attention": "kv_lora_rank" in config,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": config.get("kv_lora_rank"),
+        "qk_head_dim": config.get("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": config.get("qk_rope_head_dim"),
+        "v_head_dim": config.get("v_head_dim"),
+    }

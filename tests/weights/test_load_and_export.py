@@ -30,7 +30,7 @@ def describe(folder):
 def empty_model(shape, family, *, tp_size: int = 1, fused_norms: bool = False) -> nn.Module:
     """Parameters of the right names and local shapes, filled with NaN."""
     tensors = {}
-    for row in family.rows(shape.num_layers, tied=shape.tied):
+    for row in family.rows(shape):
         local = list(megatron_shape(row, shape))
         if row.shard_dim is not None:
             local[row.shard_dim] //= tp_size

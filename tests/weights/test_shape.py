@@ -55,7 +55,7 @@ def test_parameter_count_follows_from_the_table():
     # the model card says 4.0B parameters, 3.6B without the embedding
     shape = ModelShape.from_hf_config(QWEN3_4B)
     count = 0
-    for row in family_for(QWEN3_4B).rows(shape.num_layers, tied=True):
+    for row in family_for(QWEN3_4B).rows(shape):
         for part in row.hf:
             size = 1
             for dim in part.dims:
@@ -81,7 +81,7 @@ def test_head_width_and_groups_default_as_in_transformers():
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpt2'.*known ones are llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match=r"'gpt2'.*known ones are llama, qwen2, qwen2_moe, qwen3"):
         family_for({"model_type": "gpt2"})
 
 

@@ -44,7 +44,7 @@ def one_rank_world(tmp_path: Path):
 
 def random_model(seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
-    rows = FAMILY.rows(SHAPE.num_layers, tied=True)
+    rows = FAMILY.rows(SHAPE)
     tensors = {row.megatron[0]: torch.randn(megatron_shape(row, SHAPE), generator=generator) for row in rows}
     return named_module(tensors, SHAPE.num_layers)
 
@@ -62,7 +62,7 @@ def test_every_server_gets_every_tensor_and_then_the_version():
     report = updater_for(*servers).push(model, version="3", check_equal=True)
     for server in servers:
         assert server.calls == ["begin", *["update"] * report.buckets, "end 3"]
-        assert sorted(server.tensors) == sorted(FAMILY.hf_names(2, tied=True))
+        assert sorted(server.tensors) == sorted(FAMILY.hf_names(SHAPE))
     weights = dict(model.named_parameters())
     assert torch.equal(
         servers[1].tensors["model.embed_tokens.weight"], weights["embedding.word_embeddings.weight"][:64]

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimrl.weights.families import llama, qwen2, qwen3
+from slimrl.weights.families import glm4, glm4_moe, llama, mimo, qwen2, qwen3
 from slimrl.weights.families.table import Family, Row
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    qwen2.FAMILY,
+    qwen2.MOE_FAMILY,
+    qwen3.FAMILY,
+    qwen3.MOE_FAMILY,
+    glm4.FAMILY,
+    glm4_moe.FAMILY,
+    mimo.FAMILY,
+)
 
 __all__ = ["FAMILIES", "Family", "Row", "family_for"]
 

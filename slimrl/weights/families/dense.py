@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimrl.weights.families.table import HfTensor, Layout, Row
+from slimrl.weights.families.table import HfTensor, Layers, Layout, Row
 
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
@@ -39,14 +39,17 @@ QKV_BIAS = Row(
     ),
     layout=Layout.QKV,
     shard_dim=0,
+    when="qkv_bias",
 )
 QUERY_NORM = Row(
     megatron=(MEGATRON_LAYER + "self_attention.q_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "self_attn.q_norm.weight", ("head",)),),
+    when="qk_layernorm",
 )
 KEY_NORM = Row(
     megatron=(MEGATRON_LAYER + "self_attention.k_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "self_attn.k_norm.weight", ("head",)),),
+    when="qk_layernorm",
 )
 ATTENTION_OUTPUT = Row(
     megatron=(MEGATRON_LAYER + "self_attention.linear_proj.weight",),
@@ -68,11 +71,13 @@ GATE_UP = Row(
     ),
     layout=Layout.GATE_UP,
     shard_dim=0,
+    layers=Layers.DENSE,
 )
 DOWN = Row(
     megatron=(MEGATRON_LAYER + "mlp.linear_fc2.weight",),
     hf=(HfTensor(HF_LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),),
     shard_dim=1,
+    layers=Layers.DENSE,
 )
 FINAL_NORM = Row(
     megatron=("decoder.final_layernorm.weight",),

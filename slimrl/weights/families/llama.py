@@ -7,8 +7,6 @@ from slimrl.weights.families.table import Family
 
 FAMILY = Family(
     model_type="llama",
-    qk_layernorm=False,
-    qkv_bias=False,
     embedding=dense.EMBEDDING,
     layer=(
         dense.ATTENTION_NORM,
