@@ -176,6 +176,8 @@ def _flags(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     dense_first = config.get("first_k_dense_replace") or 0
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    # transformers writes one word per layer where published files count the dense layers
+    kinds = config.get("mlp_layer_types") or ["sparse" if n >= dense_first else "dense" for n in range(layers)]
     return {
         "num_layers": layers,
         "hidden_size": config["hidden_size"],
@@ -189,7 +191,9 @@ def _flags(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
         "qk_layernorm": model_type in ("qwen3", "qwen3_moe") or config.get("use_qk_norm", False),
         "add_qkv_bias": model_type in ("qwen2", "qwen2_moe") or config.get("attention_bias", False),
         "num_experts": experts,
-        "moe_layer_freq": [int(n >= dense_first and (n + 1) % step == 0 and n not in only) for n in range(layers)],
+        "moe_layer_freq": [
+            int(kind == "sparse" and (n + 1) % step == 0 and n not in only) for n, kind in enumerate(kinds)
+        ],
         "moe_ffn_hidden_size": config.get("moe_intermediate_size"),
         "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size")
         or (config.get("n_shared_experts") or 0) * config.get("moe_intermediate_size", 0),

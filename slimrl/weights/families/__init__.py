@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimrl.weights.families import glm4, glm4_moe, llama, mimo, qwen2, qwen3
+from slimrl.weights.families import deepseek_v3, glm4, glm4_moe, glm4_moe_lite, kimi_k2, llama, mimo, qwen2, qwen3
 from slimrl.weights.families.table import Family, Row
 
 FAMILIES: tuple[Family, ...] = (
@@ -19,6 +19,9 @@ FAMILIES: tuple[Family, ...] = (
     qwen3.MOE_FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
+    deepseek_v3.FAMILY,
+    kimi_k2.FAMILY,
+    glm4_moe_lite.FAMILY,
     mimo.FAMILY,
 )
 
