@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.sglang.cpu_defaults import with_defaults
+from slimrl.sglang.cpu_layers import mend_layers
 
 ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
 MASK_32 = 0xFFFFFFFF
@@ -124,6 +125,7 @@ def mend() -> Any:
     if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
         library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
         library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    mend_layers()
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
     weight_checker.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 DEFAULTS = (
     "--device=cpu",
@@ -39,9 +40,15 @@ def _model_path(argv: Sequence[str]) -> Path | None:
 def kv_cache_tokens(model_path: Path) -> int:
     """Tokens of KV cache that fit into 1 GiB at float32, within the bounds of `KV_CACHE_TOKENS`."""
     config = json.loads((model_path / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    bytes_per_token = 2 * 4 * config["num_hidden_layers"] * kv_heads * head_size
+    bytes_per_token = 4 * config["num_hidden_layers"] * _cached_values(config)
     least, most = KV_CACHE_TOKENS
     return max(least, min(most, KV_CACHE_BYTES // bytes_per_token))
+
+
+def _cached_values(config: dict[str, Any]) -> int:
+    """Numbers kept per token and layer: keys and values of each head, or one latent vector and one rotary key."""
+    if "kv_lora_rank" in config:
+        return config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * kv_heads * (config.get("head_dim") or config["hidden_size"] // heads)
