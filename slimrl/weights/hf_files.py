@@ -18,6 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slimrl.weights.fp8_blocks import SCALE_SUFFIX, block_size, dequantised
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 1024**3
@@ -39,11 +41,15 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
 class HfCheckpoint:
     """The safetensors of one folder, opened lazily and memory-mapped; a context manager.
 
-    Tensors handed out are views of the mapped files: do not write to them.
+    Tensors handed out are views of the mapped files: do not write to them. Weights stored as blocks of fp8 are handed
+    out as the bfloat16 tensors that they stand for; their scales have no name here.
     """
 
     def __init__(self, hf_dir: Path) -> None:
+        """Raises FileNotFoundError for a folder without weights, ValueError for weights quantised otherwise."""
         self.folder = Path(hf_dir)
+        has_config = (self.folder / "config.json").is_file()
+        self._block = block_size(read_hf_config(self.folder)) if has_config else None
         self._open_files = contextlib.ExitStack()
         self._handles: dict[Path, Any] = {}
         self._files = self._find_files()
@@ -58,25 +64,35 @@ class HfCheckpoint:
     @property
     def names(self) -> list[str]:
         """The name of every stored tensor."""
-        return list(self._files)
+        return [name for name in self._files if not self._is_scale(name)]
 
     def tensor(self, name: str) -> Tensor:
-        """The full tensor, on the CPU. Raises ValueError where the checkpoint has no such tensor."""
-        return self._handle(name).get_tensor(name)
+        """The full tensor, on the CPU. Raises ValueError where there is no such tensor, or only a quantised one."""
+        self.dtype(name)
+        tensor = self._handle(name).get_tensor(name)
+        if self._block is None or name + SCALE_SUFFIX not in self._files:
+            return tensor
+        scale = self._handle(name + SCALE_SUFFIX).get_tensor(name + SCALE_SUFFIX)
+        return dequantised(tensor, scale, self._block)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape, from the file's header."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's dtype, from the file's header. Raises ValueError for a quantised tensor."""
+        """The tensor's dtype, from the file's header. Raises ValueError for a quantised tensor without scales."""
         stored = self._handle(name).get_slice(name).get_dtype()
+        if stored == "F8_E4M3" and self._block is not None and name + SCALE_SUFFIX in self._files:
+            return torch.bfloat16
         if stored not in _DTYPES:
             raise ValueError(
                 f"{self._files[name]}: {name} is stored as {stored}, and only {', '.join(_DTYPES)} can be trained:"
                 " use an unquantised checkpoint"
             )
         return _DTYPES[stored]
+
+    def _is_scale(self, name: str) -> bool:
+        return self._block is not None and name.endswith(SCALE_SUFFIX)
 
     def _handle(self, name: str) -> Any:
         if name not in self._files:
