@@ -17,6 +17,7 @@ from slimrl.hooks import own_path
 def derive(args: Arguments) -> None:
     """Fill in every derived field of `args`, in place; evaluation sets are resolved apart, in `eval_datasets`."""
     _model(args)
+    _experts(args)
     _layout(args)
     _batch(args)
     _lengths(args)
@@ -53,9 +54,36 @@ def _layout(args: Arguments) -> None:
         args.data_parallel_size = max(args.actor_num_gpus // model_slots, 1)
     if args.colocate and args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.actor_num_gpus
+    _pipeline(args)
     # slime parks each side in host memory under --colocate; here both stay resident until that is served
     args.offload_train = bool(args.offload_train or args.offload)
     args.offload_rollout = bool(args.offload_rollout or args.offload)
+
+
+def _pipeline(args: Arguments) -> None:
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    if virtual is None and layers and stages > 0 and args.num_layers is not None:
+        counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        virtual = (args.num_layers + counted) // stages // layers
+    args.virtual_pipeline_model_parallel_size = virtual if virtual and virtual > 1 else None
+
+
+def _experts(args: Arguments) -> None:
+    if args.num_experts is None or args.num_layers is None:
+        return
+    if isinstance(args.moe_layer_freq, int):
+        period = max(args.moe_layer_freq, 1)
+        args.moe_layer_freq = [int(layer % period == 0) for layer in range(args.num_layers)]
+    if args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+    if args.moe_enable_deepep:
+        args.moe_token_dispatcher_type = "flex"
+    if args.moe_token_dispatcher_type == "allgather":
+        args.moe_token_dispatcher_type = "alltoall"
+        args.notes.append(
+            "--moe-token-dispatcher-type allgather is replaced by alltoall: it cannot take sequences of any length."
+        )
 
 
 def _batch(args: Arguments) -> None:

@@ -27,6 +27,8 @@ One flat list of flags for `train.py` and `train_async.py`. This page is made fr
 - Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--router-<x>` to the router.
 - Paths of functions are dotted import paths (`package.module.function`); their contracts are in `slimrl/hooks.py`.
 - A slot is one GPU, or one CPU share on a machine without GPUs.
+- Flags that Megatron-LM or slime have and that this version does not serve are listed too: *refused* says what to
+  use instead. Their default is accepted, so that a script which spells it out runs.
 """
 
 
@@ -37,10 +39,11 @@ def markdown() -> str:
 
 def help_text(entry: str) -> str:
     """The same for a terminal."""
-    lines = [f"python3 {entry} <flags>; all flags with their defaults in brackets:"]
+    lines = [f"python3 {entry} <flags>; flags with their defaults in brackets (docs/flags.md has those refused too):"]
     for group in GROUPS:
-        lines += ["", _title(group)]
-        for spec in flag_specs(group):
+        served = [spec for spec in flag_specs(group) if spec.not_served is None or spec.served]
+        lines += ["", _title(group)] if served else []
+        for spec in served:
             default = "" if _default(spec) == "-" else f" [{_default(spec)}]"
             lines.append(f"  {', '.join(spec.on + spec.off)} {_value(spec)}".rstrip() + default)
             lines += textwrap.wrap(spec.help, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -58,15 +61,24 @@ def _title(group: type) -> str:
 
 def _row(spec: FlagSpec) -> str:
     names = ", ".join(f"`{name}`" for name in spec.on + spec.off)
-    cells = (names, _value(spec), _default(spec), spec.help)
+    cells = (names, _value(spec), _default(spec), spec.help + _refusal(spec))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _refusal(spec: FlagSpec) -> str:
+    if spec.not_served is None:
+        return ""
+    but = f" other than {', '.join(map(str, spec.served))}" if spec.served else ""
+    return f" (*refused{but}*: {spec.not_served})"
 
 
 def _value(spec: FlagSpec) -> str:
     if spec.is_switch:
         return ""
     if spec.choices is not None:
-        return ", ".join(map(str, spec.choices))
+        return ", ".join(map(str, spec.choices)) + (" ..." if spec.many else "")
+    if spec.parse is not None:
+        return "integer or list expression"
     kind = {int: "integer", float: "number", str: "text", dict: "JSON"}[spec.value_type]
     return " ".join([kind + (" ..." if spec.many else ""), *_limits(spec.bounds)])
 
@@ -82,6 +94,8 @@ def _default(spec: FlagSpec) -> str:
         return "-"
     if spec.default is None:
         return "-"
+    if isinstance(spec.default, list):
+        return " ".join(map(str, spec.default)) or "-"
     return json.dumps(spec.default) if isinstance(spec.default, dict) else str(spec.default)
 
 

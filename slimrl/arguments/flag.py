@@ -43,19 +43,23 @@ class FlagSpec:
     """All that is known of one flag.
 
     A switch (`value_type` bool) takes no value: a spelling in `on` sets True, one in `off` sets False.
-    Any other flag takes one value, or one and more where `many` is true.
+    Any other flag takes one value, or `least` and more where `many` is true.
     """
 
     dest: str
     group: str
     value_type: type
     many: bool
+    least: int
     default: Any
     help: str
     choices: tuple[Any, ...] | None
     bounds: Bounds
     on: tuple[str, ...]
     off: tuple[str, ...]
+    parse: Callable[[str], Any] | None
+    not_served: str | None
+    served: tuple[Any, ...]
 
     @property
     def is_switch(self) -> bool:
@@ -69,9 +73,13 @@ class FlagSpec:
 
     def convert(self, text: str) -> Any:
         """`text` as a value of this flag. Raises ValueError whose text completes the sentence "<flag> <text> ..."."""
-        value = _CONVERTERS[self.value_type](text)
+        value = (self.parse or _CONVERTERS[self.value_type])(text)
         self.check(value)
         return value
+
+    def refuses(self, value: Any) -> bool:
+        """True where `value` is known and this version cannot act on it; `not_served` then says what to use instead."""
+        return self.not_served is not None and value != self.default and value not in self.served
 
     def check(self, value: Any) -> None:
         """Raises ValueError, worded as in `convert`, where `value` is not among the choices or outside the bounds."""
@@ -93,22 +101,31 @@ def flag(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    parse: Callable[[str], Any] | None = None,
+    not_served: str | None = None,
+    served: Sequence[Any] = (),
 ) -> Any:
     """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
 
     `spellings` are further names of the same flag, `off` are names that set a switch to False; with `only_off` the
-    switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more.
-    The last four bound a number.
+    switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more,
+    `nargs="*"` any number. The next four bound a number. `parse` reads one word where the type alone does not say
+    how; it raises ValueError worded as in `FlagSpec.convert`. `not_served` marks a flag that users of other systems
+    know and of which only the default and the values in `served` work here: it says what to use instead.
     """
     metadata = {
         _METADATA_KEY: {
             "help": help,
             "choices": None if choices is None else tuple(choices),
-            "many": nargs == "+",
+            "many": nargs is not None,
+            "least": 0 if nargs == "*" else 1,
             "spellings": tuple(spellings),
             "off": tuple(off),
             "only_off": only_off,
             "bounds": Bounds(at_least, above, at_most, below),
+            "parse": parse,
+            "not_served": not_served,
+            "served": tuple(served),
         }
     }
     if isinstance(default, list | dict):
@@ -135,12 +152,16 @@ def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag
         group=group,
         value_type=_value_type(hint),
         many=declared["many"],
+        least=declared["least"],
         default=default,
         help=declared["help"],
         choices=declared["choices"],
         bounds=declared["bounds"],
         on=own_name + declared["spellings"],
         off=declared["off"],
+        parse=declared["parse"],
+        not_served=declared["not_served"],
+        served=declared["served"],
     )
 
 

@@ -11,25 +11,45 @@ from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, flag_specs
 from slimrl.arguments.groups.algorithm import AlgorithmArguments
+from slimrl.arguments.groups.attention import AttentionArguments
 from slimrl.arguments.groups.checkpoint import CheckpointArguments
 from slimrl.arguments.groups.cluster import ClusterArguments
 from slimrl.arguments.groups.data import DataArguments
 from slimrl.arguments.groups.debug import DebugArguments
+from slimrl.arguments.groups.distillation import DistillationArguments
 from slimrl.arguments.groups.engine import EngineArguments
 from slimrl.arguments.groups.evaluation import EvalArguments
+from slimrl.arguments.groups.gradients import GradientArguments
+from slimrl.arguments.groups.kernels import KernelArguments
 from slimrl.arguments.groups.logging import LoggingArguments
 from slimrl.arguments.groups.model import ModelArguments
+from slimrl.arguments.groups.moe import MoeArguments
+from slimrl.arguments.groups.multi_token import MultiTokenArguments
+from slimrl.arguments.groups.offload import OffloadArguments
 from slimrl.arguments.groups.optimizer import OptimizerArguments
+from slimrl.arguments.groups.other_models import OtherModelArguments
 from slimrl.arguments.groups.parallel import ParallelArguments
+from slimrl.arguments.groups.positions import PositionArguments
+from slimrl.arguments.groups.precision import PrecisionArguments
+from slimrl.arguments.groups.profiling import ProfilingArguments
 from slimrl.arguments.groups.reward import RewardArguments
 from slimrl.arguments.groups.rollout import RolloutArguments
 from slimrl.arguments.groups.train_batch import TrainBatchArguments
+from slimrl.arguments.groups.wandb import WandbArguments
 from slimrl.arguments.groups.weight_update import WeightUpdateArguments
 
 GROUPS: tuple[type, ...] = (
     ClusterArguments,
     ModelArguments,
+    PositionArguments,
+    AttentionArguments,
+    MoeArguments,
+    MultiTokenArguments,
+    PrecisionArguments,
     ParallelArguments,
+    GradientArguments,
+    OffloadArguments,
+    KernelArguments,
     CheckpointArguments,
     DataArguments,
     RolloutArguments,
@@ -37,11 +57,15 @@ GROUPS: tuple[type, ...] = (
     EvalArguments,
     TrainBatchArguments,
     AlgorithmArguments,
+    DistillationArguments,
     OptimizerArguments,
     WeightUpdateArguments,
     EngineArguments,
     LoggingArguments,
+    WandbArguments,
     DebugArguments,
+    ProfilingArguments,
+    OtherModelArguments,
 )
 
 
@@ -84,6 +108,7 @@ class DerivedArguments:
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
     run_dir: str = ""
     data_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
     notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
 
 
@@ -91,7 +116,15 @@ class DerivedArguments:
 class Arguments(
     ClusterArguments,
     ModelArguments,
+    PositionArguments,
+    AttentionArguments,
+    MoeArguments,
+    MultiTokenArguments,
+    PrecisionArguments,
     ParallelArguments,
+    GradientArguments,
+    OffloadArguments,
+    KernelArguments,
     CheckpointArguments,
     DataArguments,
     RolloutArguments,
@@ -99,11 +132,15 @@ class Arguments(
     EvalArguments,
     TrainBatchArguments,
     AlgorithmArguments,
+    DistillationArguments,
     OptimizerArguments,
     WeightUpdateArguments,
     EngineArguments,
     LoggingArguments,
+    WandbArguments,
     DebugArguments,
+    ProfilingArguments,
+    OtherModelArguments,
     DerivedArguments,
 ):
     """Every flag and everything derived from them, one attribute each."""

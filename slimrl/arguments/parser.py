@@ -20,7 +20,7 @@ from slimrl.arguments.passthrough import (
     passthrough_spellings,
 )
 from slimrl.arguments.problem import Problem
-from slimrl.arguments.unserved import UNSERVED_FLAGS
+from slimrl.arguments.retired import RETIRED_FLAGS
 
 
 @dataclasses.dataclass
@@ -86,9 +86,8 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
 def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], parsed: ParsedLine) -> None:
     """Name the nearest flag, and go on as if it had been meant: its absence would only be a second complaint."""
     name = occurrence.name
-    if name in UNSERVED_FLAGS:
-        sentence = f"{name} is a flag that this version of slimrl does not serve yet: leave it out."
-        parsed.problems.append(Problem(name, sentence))
+    if name in RETIRED_FLAGS:
+        parsed.problems.append(Problem(name, f"{name} has no meaning here: {RETIRED_FLAGS[name]}."))
         return
     nearest = difflib.get_close_matches(name, spellings, n=1, cutoff=0.6)
     mend = f"did you mean {nearest[0]}?" if nearest else "see docs/flags.md for all flags."
@@ -138,7 +137,7 @@ def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, An
 def _arity(target: FlagSpec | PassthroughFlag) -> tuple[int, int | None, bool]:
     """Least and most number of words a flag takes (None: no limit), and whether its value is a list."""
     if isinstance(target, FlagSpec):
-        return (1, None, True) if target.many else (1, 1, False)
+        return (target.least, None, True) if target.many else (1, 1, False)
     if isinstance(target.nargs, int):
         return target.nargs, target.nargs, True
     return {None: (1, 1, False), "?": (0, 1, False), "*": (0, None, True), "+": (1, None, True)}[target.nargs]

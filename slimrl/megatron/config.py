@@ -6,15 +6,17 @@ Transformer Engine) is switched off here and nowhere else. Called by the model, 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from slimrl.arguments import Arguments
@@ -50,87 +52,173 @@ def _has_fused_weight_gradient() -> bool:
 
 
 def transformer_config(args: Arguments) -> TransformerConfig:
-    """The megatron-core model configuration for `args`.
+    """The megatron-core model configuration for `args`: MLATransformerConfig with --multi-latent-attention.
 
-    Raises ValueError (from megatron-core) where the shape and the parallel sizes do not fit each other.
+    Every field is the flag of its name, or of the name in `_FLAG_OF_FIELD`, or set here. Raises ValueError (from
+    megatron-core) where the shape and the parallel sizes do not fit each other.
     """
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    return config_class(**_flag_values(config_class, args) | _model_overrides(args))
+
+
+# megatron-core's field -> slimrl's, where Megatron-LM's flag has another name than the field it sets
+_FLAG_OF_FIELD = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "gated_linear_unit": "swiglu",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "fp8": "fp8_format",
+    "fp8_param": "fp8_param_gather",
+    "fp4": "fp4_format",
+    "fp4_param": "fp4_param_gather",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "bucket_size": "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+    "average_in_collective": "ddp_average_in_collective",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "nccl_ub": "use_nccl_ub",
+    "use_custom_fsdp": "use_megatron_fsdp",
+    "moe_router_padding_for_fp8": "moe_router_padding_for_quantization",
+}
+
+# fields that no flag can hold: functions and objects of the training loop, and dtypes that follow from --bf16/--fp16
+_NOT_FLAGS = {
+    "timers",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "init_method",
+    "output_layer_init_method",
+    "embedding_init_method",
+    "activation_func",
+    "params_dtype",
+    "pipeline_dtype",
+    "autocast_dtype",
+    "batch_p2p_comm",
+    "variable_seq_lengths",
+    "bias_activation_fusion",
+    "_cpu_offloading_context",
+}
+# lists of one are what megatron-core calls a single value
+_ONE_OR_MANY = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "cp_comm_type")
+
+
+def _flag_values(config_class: type, args: Arguments) -> dict[str, Any]:
+    """Each field of a megatron-core configuration that a flag sets."""
+    values = vars(args)
+    found = {}
+    for field in dataclasses.fields(config_class):
+        if field.name not in _NOT_FLAGS:
+            value = values[_FLAG_OF_FIELD.get(field.name, field.name)]
+            found[field.name] = value[0] if field.name in _ONE_OR_MANY and value and len(value) == 1 else value
+    return found
+
+
+def _model_overrides(args: Arguments) -> dict[str, Any]:
+    """What the machine decides, what training with packed samples asks for, and functions."""
     implementation = transformer_impl(args)
     fused = implementation == "transformer_engine"
-    return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        transformer_impl=implementation,
-        attention_backend=AttnBackend[args.attention_backend],
-        normalization=args.normalization,
-        layernorm_epsilon=args.norm_epsilon,
-        qk_layernorm=args.qk_layernorm,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        gated_linear_unit=args.swiglu,
-        activation_func=F.silu if args.swiglu else F.gelu,
-        bias_activation_fusion=args.swiglu and fused,
-        bias_dropout_fusion=fused,
-        apply_rope_fusion=args.apply_rope_fusion and fused,
-        masked_softmax_fusion=args.masked_softmax_fusion and fused,
-        gradient_accumulation_fusion=args.gradient_accumulation_fusion and _has_fused_weight_gradient(),
-        persist_layer_norm=fused,
-        rotary_interleaved=args.rotary_interleaved,
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
-        attention_softmax_in_fp32=args.attention_softmax_in_fp32,
-        init_method_std=args.init_method_std,
+    overlap_stages = args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None
+    overrides: dict[str, Any] = {
+        "transformer_impl": implementation,
+        "attention_backend": AttnBackend[args.attention_backend],
+        "activation_func": F.silu if args.swiglu else F.gelu,
+        "bias_activation_fusion": fused and (args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion),
         # False silently gives wrong gradient norms under tensor parallelism: the weights are never marked as sharded.
-        perform_initialization=True,
-        use_cpu_initialization=False,
-        params_dtype=parameter_dtype(args),
-        pipeline_dtype=parameter_dtype(args),
-        bf16=args.bf16,
-        fp16=args.fp16,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the one that takes sequences of any length
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
-        calculate_per_token_loss=True,
-        finalize_model_grads_func=finalize_model_grads,
-    )
+        "perform_initialization": True,
+        "use_cpu_initialization": False,
+        "params_dtype": parameter_dtype(args),
+        "pipeline_dtype": parameter_dtype(args),
+        "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": overlap_stages,
+        # batched exchanges between virtual stages are silently wrong on gloo
+        "batch_p2p_comm": not overlap_stages,
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": finalize_model_grads,
+        "gradient_accumulation_fusion": args.gradient_accumulation_fusion and _has_fused_weight_gradient(),
+        "moe_grouped_gemm": args.moe_grouped_gemm and _has_grouped_product(args, fused),
+    }
+    for name in _NEED_TRANSFORMER_ENGINE:
+        overrides[name] = vars(args)[name] and fused
+    if args.multi_latent_attention:
+        overrides["rope_type"] = args.rope_type or "yarn"
+        # fused rotary kernels of latent attention know YaRN only
+        overrides["apply_rope_fusion"] = overrides["apply_rope_fusion"] and overrides["rope_type"] == "yarn"
+    return overrides
+
+
+# kernels only: without them the same numbers are computed in more steps
+_NEED_TRANSFORMER_ENGINE = (
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "fused_single_qkv_rope",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "memory_efficient_layer_norm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "use_te_activation_func",
+    "use_fused_weighted_squared_relu",
+    "tp_comm_overlap",
+)
+
+
+def kernels_without_effect(args: Arguments) -> list[str]:
+    """Flags of `args` that ask for a kernel which this machine lacks: the plain computation is done instead."""
+    fused = transformer_impl(args) == "transformer_engine"
+    values = vars(args)
+    names = [name for name in _NEED_TRANSFORMER_ENGINE if values[name] is True and not fused]
+    # these are on by default, so their absence is no news
+    wanted = [name for name in names if name not in _ON_BY_DEFAULT]
+    if args.moe_grouped_gemm and not _has_grouped_product(args, fused):
+        wanted.append("moe_grouped_gemm")
+    if args.use_precision_aware_optimizer and not fused:
+        wanted.append("use_precision_aware_optimizer")
+    if args.optimizer_cpu_offload and is_cpu():
+        wanted.append("optimizer_cpu_offload")
+    return ["--" + name.replace("_", "-") for name in wanted]
+
+
+_ON_BY_DEFAULT = ("bias_dropout_fusion", "apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm")
+
+
+def _has_grouped_product(args: Arguments, fused: bool) -> bool:
+    """True where all experts of a slot can be computed in one product."""
+    return fused or (not is_cpu() and importlib.util.find_spec("grouped_gemm") is not None)
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     """How gradients are kept and reduced over data-parallel ranks."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or args.bf16,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-    )
+    values = _flag_values(DistributedDataParallelConfig, args)
+    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32 or args.bf16
+    values["check_for_nan_in_grad"] = False  # the step's norm is looked at instead, after the reduction
+    return DistributedDataParallelConfig(**values)
 
 
 def optimizer_config(args: Arguments) -> OptimizerConfig:
     """The optimizer's own settings; learning rate and weight decay are driven by the scheduler."""
-    return OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        # An infinite bound clips nothing but still has the norm computed.
-        clip_grad=args.clip_grad if args.clip_grad > 0 else math.inf,
-        params_dtype=parameter_dtype(args),
-        bf16=args.bf16,
-        fp16=args.fp16,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-    )
+    fused = transformer_impl(args) == "transformer_engine"
+    values = _flag_values(OptimizerConfig, args)
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        values[name] = _DTYPES[values[name]]
+    values["params_dtype"] = parameter_dtype(args)
+    # An infinite bound clips nothing but still has the norm computed.
+    values["clip_grad"] = args.clip_grad if args.clip_grad > 0 else math.inf
+    values["use_precision_aware_optimizer"] = args.use_precision_aware_optimizer and fused
+    values["optimizer_cpu_offload"] = args.optimizer_cpu_offload and not is_cpu()
+    values["fp8_recipe"] = args.fp8_recipe if args.fp8_format is not None else None
+    return OptimizerConfig(**values)
+
+
+# megatron-core keeps fp8 state as bytes
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 def total_optimizer_steps(args: Arguments) -> int:
@@ -165,10 +253,12 @@ def parameter_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> Optimi
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=max(decay_steps, warmup_steps + 1),
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
+        end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
         wd_incr_steps=max(decay_steps, 1),
-        wd_incr_style="constant",
+        wd_incr_style=args.weight_decay_incr_style,
+        lr_wsd_decay_steps=args.lr_wsd_decay_iters,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
         # The flags of this run win over those stored in a checkpoint; only the step count is taken from it.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

@@ -9,7 +9,7 @@ from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import ParsedLine, parse_line
 from slimrl.arguments.passthrough import own_spellings
-from slimrl.arguments.unserved import UNSERVED_FLAGS
+from slimrl.arguments.retired import RETIRED_FLAGS
 
 
 def server_flags() -> dict[str, PassthroughFlag]:
@@ -66,8 +66,9 @@ def test_words_become_values(line, dest, value):
         ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
         ("--zzzzzz 3", "unknown flag --zzzzzz: see docs/flags.md for all flags."),
         (
-            "--partial-rollout",
-            "--partial-rollout is a flag that this version of slimrl does not serve yet: leave it out.",
+            "--http-proxy x",
+            "--http-proxy has no meaning here: slime never read it; the http_proxy variable serves downloads, and"
+            " servers are reached directly.",
         ),
         ("--num-layers 3.5", "--num-layers 3.5 is not a whole number."),
         ("--lr fast", "--lr fast is not a number."),
@@ -75,7 +76,7 @@ def test_words_become_values(line, dest, value):
         ("--rollout-temperature 0", "--rollout-temperature 0 is too small: it must be above 0."),
         ("--rollout-top-p 1.5", "--rollout-top-p 1.5 is too large: it must be at most 1."),
         ("--kl-loss-type k4", "--kl-loss-type k4 is not k1, k2, k3 or low_var_kl."),
-        ("--loss-type sft_loss", "--loss-type sft_loss is not policy_loss."),
+        ("--loss-type sum", "--loss-type sum is not policy_loss, sft_loss or custom_loss."),
         ("--lr", "--lr wants a value and none is given: write --lr <value>."),
         (
             "--colocate yes",
@@ -162,7 +163,7 @@ def test_an_engine_that_is_not_installed_is_a_problem_not_a_crash():
 def test_each_spelling_belongs_to_one_flag():
     spellings = [name for spec in all_flag_specs() for name in spec.on + spec.off]
     assert len(spellings) == len(set(spellings)) == len(own_spellings(all_flag_specs()))
-    assert not UNSERVED_FLAGS & set(spellings)
+    assert not set(RETIRED_FLAGS) & set(spellings)
 
 
 @pytest.mark.parametrize("spec", all_flag_specs(), ids=lambda spec: spec.dest)

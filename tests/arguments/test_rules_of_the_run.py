@@ -17,30 +17,25 @@ SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "run_has_a_length": (["--num-epoch 2", "--num-rollout 0"], []),
     "values_are_served": (
-        ["--no-offload-train --no-offload-rollout", "--pipeline-model-parallel-size 1"],
+        ["--no-offload-train --no-offload-rollout", "--pipeline-model-parallel-size 1", "--update-weight-mode full"],
         [
             (
-                "--pipeline-model-parallel-size 2",
-                "--pipeline-model-parallel-size 2 is not served yet, this version trains in one pipeline stage: leave"
-                " it out.",
-            ),
-            (
-                "--context-parallel-size 2",
-                "--context-parallel-size 2 is not served yet, this version keeps each sample on one slot: leave it"
-                " out.",
-            ),
-            (
-                "--use-fault-tolerance",
-                "--use-fault-tolerance is not served yet, this version ends the run when an engine dies: leave it out.",
+                "--offload-train",
+                "--offload-train is not served: the training state stays in device memory; divide it with"
+                " --sglang-mem-fraction-static.",
             ),
             (
                 "--distributed-backend gloo",
-                "--distributed-backend gloo is not served yet, this version uses nccl on GPUs and gloo on CPU: leave"
-                " it out.",
+                "--distributed-backend gloo is not served: the backend follows from the machine; leave it out.",
             ),
             (
-                "--offload-train",
-                "--offload-train is not served yet, this version keeps the training state in device memory: leave it"
+                "--profile-target train_actor train_log_probs",
+                "--profile-target train_actor train_log_probs is not served: no profiler is wired in yet; profile a"
+                " worker from outside, for example with py-spy.",
+            ),
+            (
+                "--disable-compute-advantages-and-returns",
+                "--disable-compute-advantages-and-returns is not served: the policy loss needs advantages; leave it"
                 " out.",
             ),
         ],

@@ -115,3 +115,91 @@ def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
         raise RuntimeError("inside")
     assert torch.equal(model.weight, changed)
     assert model.weight.data_ptr() == place
+
+
+def config_fields() -> list[tuple[str, str, Any]]:
+    """(class, field, default) of every field of the configurations that flags describe."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    found = []
+    for kind in (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
+        for field in dataclasses.fields(kind):
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            found.append((kind.__name__, field.name, default))
+    return found
+
+
+# where slimrl's flag has another default than megatron-core's field, and why
+DIFFERENT_DEFAULTS = {
+    # Megatron-LM's own defaults, which its programs give to the configuration
+    "gradient_accumulation_fusion",
+    "overlap_p2p_comm",
+    "deallocate_pipeline_outputs",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "attention_softmax_in_fp32",
+    "normalization",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "rotary_scaling_factor",
+    "optimizer_offload_fraction",
+    "barrier_with_L1_time",
+    "align_param_gather",
+    "check_for_nan_in_grad",
+    # without a default that could be right
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "lr",
+    "min_lr",
+    # chosen for reinforcement learning with packed samples
+    "hidden_dropout",
+    "attention_dropout",
+    "moe_token_dispatcher_type",
+    "mtp_loss_scaling_factor",
+    # decided by the machine or by another flag
+    "transformer_impl",
+    "rope_type",
+    "fp8_recipe",
+    # the same values, spelt as text
+    "attention_backend",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+}
+
+
+@pytest.mark.parametrize(("kind", "field", "default"), config_fields(), ids=lambda value: str(value)[:40])
+def test_every_field_of_megatrons_configurations_is_a_flag_with_its_default(kind: str, field: str, default: Any):
+    from slimrl.arguments import Arguments
+    from slimrl.megatron.config import _FLAG_OF_FIELD, _NOT_FLAGS, _ONE_OR_MANY
+
+    if field in _NOT_FLAGS:
+        assert callable(default) or default is None or isinstance(default, torch.dtype | bool)
+        return
+    value = vars(Arguments())[_FLAG_OF_FIELD.get(field, field)]  # KeyError: the field has no flag
+    if field in _ONE_OR_MANY and value:
+        value = value[0]
+    assert value == default or field in DIFFERENT_DEFAULTS
+
+
+def test_expert_and_latent_attention_flags_become_megatrons_configuration():
+    from megatron.core.transformer import MLATransformerConfig
+
+    from slimrl.megatron.config import transformer_config
+
+    experts = tiny.tiny_args(
+        num_experts=4, moe_layer_freq=[0, 1], moe_ffn_hidden_size=48, moe_router_score_function="sigmoid"
+    )
+    config = transformer_config(experts)
+    assert (config.num_moe_experts, config.moe_layer_freq, config.moe_ffn_hidden_size) == (4, [0, 1], 48)
+    assert config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff == 0.0
+    latent = transformer_config(tiny.tiny_args(multi_latent_attention=True, kv_lora_rank=24, rope_type="rope"))
+    assert isinstance(latent, MLATransformerConfig)
+    assert (latent.kv_lora_rank, latent.q_lora_rank, latent.rope_type) == (24, None, "rope")

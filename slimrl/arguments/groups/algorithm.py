@@ -6,13 +6,52 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
+_RETURNS = "it belongs to estimators with returns or a critic; leave it out and use --advantage-estimator grpo"
+_TIS = "importance correction is not served; use --use-rollout-logprobs to train against the engines' probabilities"
+_REPLAY = "routing is not replayed in this version; leave it out"
+_OPSM = "no sequence is masked for being off-policy in this version; leave it out"
+
 
 @dataclasses.dataclass
 class AlgorithmArguments:
     """Advantages and losses."""
 
-    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=("grpo",))
-    loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss",))
+    advantage_estimator: str = flag(
+        "grpo",
+        "how rewards become advantages",
+        choices=("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        not_served="use grpo",
+    )
+    loss_type: str = flag(
+        "policy_loss",
+        "what is minimised",
+        choices=("policy_loss", "sft_loss", "custom_loss"),
+        not_served="use policy_loss",
+    )
+    custom_loss_function_path: str | None = flag(
+        None, "loss of --loss-type custom_loss (dotted import path)", not_served="use --loss-type policy_loss"
+    )
+    custom_advantage_function_path: str | None = flag(
+        None,
+        "function that computes advantages (dotted import path)",
+        not_served="use --custom-reward-post-process-path, which decides the rewards that become advantages",
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        "function that makes the policy loss's mean (dotted import path)",
+        not_served="means over tokens and over samples are served; use --calculate-per-token-loss or leave it out",
+    )
+    compute_advantages_and_returns: bool = flag(
+        True,
+        "no advantages: for losses that need none",
+        only_off=True,
+        off=("--disable-compute-advantages-and-returns",),
+        not_served="the policy loss needs advantages; leave it out",
+    )
+    gamma: float = flag(1.0, "discount of later rewards", not_served=_RETURNS)
+    lambd: float = flag(1.0, "lambda of generalised advantage estimation", not_served=_RETURNS)
+    value_clip: float = flag(0.2, "clip of the value loss", not_served=_RETURNS)
+    num_critic_only_steps: int = flag(0, "rollouts that train the critic only (count)", not_served=_RETURNS)
     eps_clip: float = flag(0.2, "the policy ratio is clipped below at 1 - this", at_least=0)
     eps_clip_high: float | None = flag(None, "the policy ratio is clipped above at 1 + this (--eps-clip)", at_least=0)
     eps_clip_c: float | None = flag(
@@ -40,6 +79,67 @@ class AlgorithmArguments:
     )
     calculate_per_token_loss: bool = flag(False, "mean over all tokens of the step (mean of the samples' means)")
     use_rollout_logprobs: bool = flag(False, "the engines' log-probabilities as the old policy (recomputed ones)")
+    use_unbiased_kl: bool = flag(
+        False,
+        "multiply the KL estimate by the policy ratio (DeepSeek-V3.2)",
+        not_served="use --kl-loss-type low_var_kl",
+    )
+    ref_update_interval: int | None = flag(
+        None,
+        "renew the reference from the trained weights every that many rollouts (never)",
+        at_least=1,
+        not_served="the reference stays what --ref-load holds; leave it out",
+    )
+    keep_old_actor: bool = flag(
+        False,
+        "keep an older copy of the weights for the old log-probabilities",
+        not_served="use --use-rollout-logprobs, whose old policy is the one that generated",
+    )
+    use_rollout_entropy: bool = flag(
+        False, "entropy in the log-probability pass too", not_served="entropy is logged from the training pass"
+    )
+    use_tis: bool = flag(False, "truncated importance sampling between engines and training", not_served=_TIS)
+    tis_clip: float = flag(2.0, "upper bound of its weights", not_served=_TIS)
+    tis_clip_low: float = flag(0.0, "lower bound of its weights", not_served=_TIS)
+    custom_tis_function_path: str | None = flag(None, "correction of one's own (dotted import path)", not_served=_TIS)
+    get_mismatch_metrics: bool = flag(
+        False,
+        "log how engines and training differ",
+        not_served="train_rollout_logprob_abs_diff is logged at every step without it; leave it out",
+    )
+    use_opsm: bool = flag(False, "mask sequences that are too far off-policy", not_served=_OPSM)
+    opsm_delta: float = flag(1e-4, "how far that is", not_served=_OPSM)
+    use_routing_replay: bool = flag(
+        False, "use the routing of the log-probability pass in training", not_served=_REPLAY
+    )
+    use_rollout_routing_replay: bool = flag(False, "use the engines' routing in training", not_served=_REPLAY)
+    only_train_params_name_list: list[str] | None = flag(
+        None,
+        "regular expressions of the weights that are trained (all)",
+        nargs="*",
+        not_served="every weight is trained in this version; leave it out",
+    )
+    freeze_params_name_list: list[str] | None = flag(
+        None,
+        "regular expressions of weights that are not trained (none)",
+        nargs="*",
+        not_served="every weight is trained in this version; leave it out",
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None,
+        "function that runs before each log-probability pass (dotted import path)",
+        not_served="there is no such place in this version; leave it out",
+    )
+    custom_megatron_before_train_step_hook_path: str | None = flag(
+        None,
+        "function that runs before each optimizer step (dotted import path)",
+        not_served="there is no such place in this version; leave it out",
+    )
+    rollout_data_postprocess_path: str | None = flag(
+        None,
+        "function that sees a training batch before its steps (dotted import path)",
+        not_served="use --custom-reward-post-process-path, which sees a rollout before training",
+    )
 
     @property
     def use_reference(self) -> bool:

@@ -32,3 +32,19 @@ class CheckpointArguments:
         None, "save every that many rollouts, and after the last (only after the last)", at_least=1
     )
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    no_save_rng: bool = flag(False, "leave the random number generators' state out of checkpoints")
+    async_save: bool = flag(
+        False, "write checkpoints while training goes on", not_served="a checkpoint is complete before training goes on"
+    )
+    save_hf: str | None = flag(
+        None,
+        "also write Hugging Face folders (path with {rollout_id} in it)",
+        not_served="convert a checkpoint with tools/convert_torch_dist_to_hf.py",
+    )
+    ckpt_format: str = flag(
+        "torch_dist",
+        "format of checkpoints",
+        choices=("torch_dist", "torch", "zarr", "torch_dcp", "fsdp_dtensor"),
+        not_served="torch_dist is the only format; leave it out",
+    )
+    dist_ckpt_optim_fully_reshardable: bool = flag(False, "optimizer state that any layout can load (always so)")

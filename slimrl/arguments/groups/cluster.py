@@ -26,23 +26,43 @@ class ClusterArguments:
     )
     num_gpus_per_node: int = flag(8, "slots a node has (count); an engine never spans nodes", at_least=1)
     colocate: bool = flag(False, "train and generate on the same slots; without it each side has its own")
-    offload: bool = flag(False, "short for --offload-train --offload-rollout; this version keeps both sides resident")
+    offload: bool = flag(
+        False,
+        "short for --offload-train --offload-rollout",
+        not_served="both sides stay in device memory; divide it with --sglang-mem-fraction-static",
+    )
     offload_train: bool | None = flag(
         None,
-        "park the training state in host memory while generating; this version keeps it resident",
+        "park the training state in host memory while generating (slime: with --colocate)",
         off=("--no-offload-train",),
+        not_served="the training state stays in device memory; divide it with --sglang-mem-fraction-static",
+        served=(False,),
     )
     offload_rollout: bool | None = flag(
         None,
-        "release the engines' memory while training; this version keeps it resident",
+        "release the engines' memory while training (slime: with --colocate)",
         off=("--no-offload-rollout",),
+        not_served="the engines keep their memory while training; lower --sglang-mem-fraction-static",
+        served=(False,),
     )
     distributed_backend: str | None = flag(
         None,
         "torch.distributed backend of the training processes (nccl on GPUs, gloo on CPU)",
         choices=("nccl", "gloo"),
+        not_served="the backend follows from the machine; leave it out",
     )
     distributed_timeout_minutes: int = flag(10, "longest wait of one training collective (minutes)", at_least=1)
+    train_backend: str = flag("megatron", "what trains", choices=("megatron",))
+    release_train: bool = flag(
+        False,
+        "end the training processes while generating, and start them again from a checkpoint",
+        not_served="the training processes stay; lower --sglang-mem-fraction-static for the engines",
+    )
+    custom_megatron_init_path: str | None = flag(
+        None,
+        "function that runs after Megatron's initialisation (dotted import path)",
+        not_served="there is no such place in this version; leave it out",
+    )
     train_env_vars: dict[str, Any] = flag({}, "environment variables for the training processes (JSON object)")
 
     @property

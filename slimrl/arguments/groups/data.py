@@ -23,3 +23,21 @@ class DataArguments:
     apply_chat_template_kwargs: dict[str, Any] = flag(
         {}, "keyword arguments of the chat template (JSON object), for example enable_thinking"
     )
+    multimodal_keys: dict[str, Any] | None = flag(
+        None,
+        "columns of images and the like (JSON object: kind -> column)",
+        not_served="prompts are text in this version; leave it out",
+    )
+    data_source_path: str = flag(
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "class that gives out prompts (dotted import path)",
+        not_served="use --prompt-data, or --rollout-function-path to make samples from elsewhere",
+        served=("slimrl.rollout.data_source.RolloutDataSource",),
+    )
+    rollout_global_dataset: bool = flag(
+        True,
+        "no prompt data: the rollout function has its own",
+        only_off=True,
+        off=("--disable-rollout-global-dataset",),
+        not_served="give --prompt-data; a rollout function may leave it unread",
+    )

@@ -23,3 +23,28 @@ class DebugArguments:
         "memory of one slot that --dry-run plans with (GiB; what nvidia-smi says, without GPUs the machine's by slots)",
         above=0,
     )
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, "part of a replayed rollout (fraction; all)", not_served="a rollout is replayed whole; leave it out"
+    )
+    load_forge_rollout_data: str | None = flag(
+        None, "replay rollouts with running engines", not_served="use --load-debug-rollout-data"
+    )
+    save_debug_train_data: str | None = flag(
+        None, "write each training batch here", not_served="use --save-debug-rollout-data, which it is made from"
+    )
+    dump_details: str | None = flag(
+        None, "folder for all dumps", not_served="use --save-debug-rollout-data <folder>/{rollout_id}.pt"
+    )
+    ci_test: bool = flag(
+        False, "check a run's numbers while it runs", not_served="every number is in summary.json of the run folder"
+    )
+    ci_disable_kl_checker: bool = flag(False, "without its check of the KL", not_served="it belongs to --ci-test")
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, "its bound of train_rollout_logprob_abs_diff", not_served="it belongs to --ci-test"
+    )
+    ci_save_grad_norm: str | None = flag(
+        None, "file for gradient norms", not_served="grad_norm of every step is in summary.json"
+    )
+    ci_load_grad_norm: str | None = flag(
+        None, "file of gradient norms to compare with", not_served="compare grad_norm of two runs' summary.json"
+    )

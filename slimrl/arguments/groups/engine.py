@@ -6,18 +6,42 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
+_HEALTH = "the engines' processes are watched, and a run whose engine dies ends and can be resumed; leave it out"
+
 
 @dataclasses.dataclass
 class EngineArguments:
     """Servers, router, health. Any other --sglang-<x> or --router-<x> goes to the engine or the router as its --<x>."""
 
     sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)", at_least=1)
-    sglang_router_ip: str | None = flag(None, "address of a running router to use (slimrl starts its own)")
-    sglang_router_port: int | None = flag(None, "port of the router (a free one)", at_least=1, at_most=65535)
+    sglang_router_ip: str | None = flag(
+        None, "address of a running router to use (slimrl starts its own)", not_served="slimrl starts its own router"
+    )
+    sglang_router_port: int | None = flag(
+        None,
+        "port of the router (a free one)",
+        at_least=1,
+        at_most=65535,
+        not_served="slimrl starts its own router on a free port; leave it out",
+    )
+    prefill_num_servers: int | None = flag(
+        None,
+        "engines that only read prompts, while the others write (count)",
+        not_served="every engine does both; give --rollout-num-gpus",
+    )
+    sglang_config: str | None = flag(
+        None,
+        "YAML file that describes groups of engines",
+        not_served="all engines are alike; give --rollout-num-gpus and --rollout-num-gpus-per-engine",
+    )
     sglang_router_request_timeout_secs: int = flag(14400, "longest time one request may take (seconds)", at_least=1)
-    use_fault_tolerance: bool = flag(False, "probe the engines' health while they generate")
-    rollout_health_check_interval: float = flag(30.0, "time between two health probes (seconds)", above=0)
-    rollout_health_check_timeout: float = flag(30.0, "longest wait for a probe's answer (seconds)", above=0)
+    use_fault_tolerance: bool = flag(False, "probe the engines' health and replace those that die", not_served=_HEALTH)
+    rollout_health_check_interval: float = flag(
+        30.0, "time between two health probes (seconds)", above=0, not_served=_HEALTH
+    )
+    rollout_health_check_timeout: float = flag(
+        30.0, "longest wait for a probe's answer (seconds)", above=0, not_served=_HEALTH
+    )
     rollout_health_check_first_wait: float = flag(
-        0.0, "time before the first probe of a generation (seconds)", at_least=0
+        0.0, "time before the first probe of a generation (seconds)", at_least=0, not_served=_HEALTH
     )

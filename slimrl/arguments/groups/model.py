@@ -9,7 +9,7 @@ from slimrl.arguments.flag import flag
 
 @dataclasses.dataclass
 class ModelArguments:
-    """Shape of the transformer and its kernels."""
+    """Shape of the transformer."""
 
     num_layers: int | None = flag(None, "transformer layers (count, required)", at_least=1)
     hidden_size: int | None = flag(None, "width of the residual stream (required)", at_least=1)
@@ -37,6 +37,22 @@ class ModelArguments:
     )
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer weights of its own")
     swiglu: bool = flag(False, "gated SiLU feed-forward (without it GELU)")
+    squared_relu: bool = flag(
+        False, "squared ReLU feed-forward", not_served="every family here has a gated SiLU; use --swiglu"
+    )
+    openai_gelu: bool = flag(
+        False, "OpenAI's GELU feed-forward", not_served="every family here has a gated SiLU; use --swiglu"
+    )
+    quick_geglu: bool = flag(
+        False, "gated quick GELU feed-forward", not_served="every family here has a gated SiLU; use --swiglu"
+    )
+    glu_linear_offset: float = flag(
+        0.0, "added to the ungated half of the feed-forward block", not_served="no family here has it; leave it out"
+    )
+    activation_func_clamp_value: float | None = flag(
+        None, "bound of the activations (none)", not_served="no family here has it; leave it out"
+    )
+    activation_func_fp8_input_store: bool = flag(False, "keep the activation's input in fp8 for the backward pass")
     add_bias_linear: bool = flag(
         True, "leave out the bias of every linear layer", only_off=True, off=("--disable-bias-linear",)
     )
@@ -46,13 +62,12 @@ class ModelArguments:
     norm_epsilon: float = flag(
         1e-5, "constant added to the variance in a normalisation", spellings=("--layernorm-epsilon",), above=0
     )
-    position_embedding_type: str = flag("rope", "kind of position embedding", choices=("rope",))
-    use_rotary_position_embeddings: bool = flag(False, "older spelling of --position-embedding-type rope")
-    rotary_base: int = flag(10000, "theta of the rotary embedding", at_least=1)
-    rotary_percent: float = flag(1.0, "part of each head that is rotated (fraction)", above=0, at_most=1)
-    rotary_interleaved: bool = flag(False, "rotate neighbouring channels instead of the two halves")
-    use_rope_scaling: bool = flag(False, "Llama 3 scaling of the rotary frequencies")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", at_least=1)
+    apply_layernorm_1p: bool = flag(
+        False, "norm weights are stored less 1", spellings=("--layernorm-zero-centered-gamma",)
+    )
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "take the residual after the norm", not_served="every family here takes it before; leave it out"
+    )
     attention_dropout: float = flag(
         0.0, "dropout of attention weights (probability; Megatron's own default is 0.1)", at_least=0, below=1
     )
@@ -60,24 +75,35 @@ class ModelArguments:
         0.0, "dropout of the residual stream (probability; Megatron's own default is 0.1)", at_least=0, below=1
     )
     init_method_std: float = flag(0.02, "standard deviation of freshly drawn weights", above=0)
-    attention_softmax_in_fp32: bool = flag(False, "compute the attention softmax in fp32")
-    attention_backend: str = flag(
-        "auto", "attention kernel of Transformer Engine", choices=("auto", "flash", "fused", "unfused", "local")
+    embedding_init_method_std: float | None = flag(
+        None, "standard deviation of a freshly drawn embedding (--init-method-std)", above=0
     )
-    transformer_impl: str | None = flag(
-        None,
-        "layer implementation (transformer_engine where it is installed, else local)",
-        choices=("local", "transformer_engine"),
-    )
-    masked_softmax_fusion: bool = flag(
-        True, "do not fuse scaling, mask and softmax", only_off=True, off=("--no-masked-softmax-fusion",)
-    )
-    apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", only_off=True, off=("--no-rope-fusion",))
-    gradient_accumulation_fusion: bool = flag(
+    perform_initialization: bool = flag(
         True,
-        "do not add weight gradients inside the matrix product kernel",
+        "leave fresh weights undefined",
         only_off=True,
-        off=("--no-gradient-accumulation-fusion",),
+        off=("--no-initialization",),
+        not_served="megatron-core then gives wrong gradient norms under tensor parallelism; leave it out",
     )
-    bf16: bool = flag(False, "train in bfloat16 with fp32 master weights (without --bf16 and --fp16: fp32)")
-    fp16: bool = flag(False, "train in float16 with fp32 master weights and loss scaling")
+    use_cpu_initialization: bool = flag(
+        False, "draw fresh weights in host memory", not_served="every weight is read from a checkpoint; leave it out"
+    )
+    spec: list[str] | None = flag(
+        None,
+        "layers of one's own: module and function",
+        nargs="+",
+        not_served="a layer of one's own has no table of weights; use a family of docs/families.md",
+    )
+    model_name: str | None = flag(
+        None,
+        "name of the weights' table",
+        not_served="the table follows from model_type in config.json of --hf-checkpoint; leave it out",
+    )
+    custom_model_provider_path: str | None = flag(
+        None,
+        "function that builds the model (dotted import path)",
+        not_served="a model of one's own has no table of weights; use a family of docs/families.md",
+    )
+    enable_experimental: bool = flag(
+        False, "megatron-core's experimental features", not_served="none of them is used here; leave it out"
+    )

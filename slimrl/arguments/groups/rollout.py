@@ -53,3 +53,70 @@ class RolloutArguments:
     dynamic_sampling_filter_path: str | None = flag(
         None, "function that keeps or drops a finished group (dotted import path; keep all)"
     )
+    partial_rollout: bool = flag(
+        False,
+        "keep unfinished responses and continue them in the next rollout",
+        not_served="responses that are cut off are made again; leave it out",
+    )
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "do not train on tokens of earlier weights", not_served="it belongs to --partial-rollout; leave it out"
+    )
+    buffer_filter_path: str | None = flag(
+        None,
+        "function that chooses which unfinished groups continue (dotted import path; the oldest)",
+        not_served="it belongs to --partial-rollout; leave it out",
+    )
+    rollout_sample_hook_path: list[str] = flag(
+        [],
+        "functions that see each sample before its reward (dotted import paths)",
+        nargs="+",
+        not_served="use --custom-generate-function-path, which makes the sample",
+    )
+    rollout_sample_filter_path: str | None = flag(
+        None,
+        "function that takes samples out of training (dotted import path)",
+        not_served="use --dynamic-sampling-filter-path, which takes whole groups out",
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None,
+        "function that sees all groups, dropped ones too (dotted import path)",
+        not_served="use --dynamic-sampling-filter-path, which sees every group",
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None,
+        "function that makes the training batch (dotted import path)",
+        not_served="use --custom-generate-function-path and --custom-reward-post-process-path",
+    )
+    custom_rollout_log_function_path: str | None = flag(
+        None,
+        "function that logs a rollout (dotted import path)",
+        not_served="read summary.json of the run folder or its TensorBoard scalars",
+    )
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None,
+        "function that logs an evaluation (dotted import path)",
+        not_served="read summary.json of the run folder or its TensorBoard scalars",
+    )
+    use_distributed_post: bool = flag(
+        False,
+        "send requests from every node",
+        not_served="one asynchronous client sends them all; give --sglang-server-concurrency",
+    )
+    rollout_data_transport: str = flag(
+        "object-store",
+        "how samples travel to training",
+        choices=("object-store", "nixl"),
+        not_served="samples travel through Ray's object store; leave it out",
+    )
+    loss_mask_type: str = flag(
+        "qwen",
+        "how a conversation's trained tokens are found in supervised training",
+        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
+        not_served="it belongs to --loss-type sft_loss; use --loss-type policy_loss",
+    )
+    rollout_external_engine_addrs: list[str] | None = flag(
+        None,
+        "running SGLang servers to use, as host:port",
+        nargs="+",
+        not_served="slimrl starts its own servers; give --rollout-num-gpus",
+    )

@@ -23,6 +23,34 @@ class WeightUpdateArguments:
     update_weight_disk_dir: str | None = flag(
         None, "folder for --update-weight-transport disk, seen by training and engines (path)"
     )
+    update_weight_mode: str = flag(
+        "full",
+        "what is sent: every weight, or what changed",
+        choices=("full", "delta"),
+        not_served="every weight is sent; leave it out",
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False,
+        "keep the files of --update-weight-transport disk",
+        not_served="files go once every engine has read them; use --save to keep weights",
+    )
+    update_weight_delta_encoding: str = flag(
+        "xor", "form of changes", choices=("xor", "overwrite"), not_served="every weight is sent; leave it out"
+    )
+    update_weight_delta_checksum: str = flag(
+        "xxh3-128",
+        "checksum of changes",
+        choices=("xxh3-128", "blake3", "adler32"),
+        not_served="every weight is sent; use --check-weight-update-equal to compare",
+    )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None, "copy of the model on each engine's machine", not_served="every weight is sent; leave it out"
+    )
+    custom_update_weight_post_write_path: str | None = flag(
+        None,
+        "function that runs after weight files were written (dotted import path)",
+        not_served="give a folder that training and engines both see, --update-weight-disk-dir",
+    )
     check_weight_update_equal: bool = flag(
         False, "after the first push compare every engine's weights with the trained ones, and stop where they differ"
     )

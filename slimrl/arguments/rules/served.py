@@ -1,39 +1,26 @@
-"""Flags that exist with a harmless default and that this version cannot serve with any other value."""
+"""Flags that users of other systems know and of which this version serves only some values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
 
-# field -> (the value that is served, what this version does instead)
-_SERVED = {
-    "pipeline_model_parallel_size": (1, "this version trains in one pipeline stage"),
-    "decoder_first_pipeline_num_layers": (None, "this version trains in one pipeline stage"),
-    "decoder_last_pipeline_num_layers": (None, "this version trains in one pipeline stage"),
-    "context_parallel_size": (1, "this version keeps each sample on one slot"),
-    "expert_model_parallel_size": (1, "this version trains dense models"),
-    "expert_tensor_parallel_size": (1, "this version trains dense models"),
-    "offload_train": (False, "this version keeps the training state in device memory"),
-    "offload_rollout": (False, "this version keeps the engines' memory while it trains"),
-    "use_fault_tolerance": (False, "this version ends the run when an engine dies"),
-    "rollout_health_check_interval": (30.0, "this version watches the engines' processes"),
-    "rollout_health_check_timeout": (30.0, "this version watches the engines' processes"),
-    "rollout_health_check_first_wait": (0.0, "this version watches the engines' processes"),
-    "distributed_backend": (None, "this version uses nccl on GPUs and gloo on CPU"),
-    "sglang_router_ip": (None, "this version starts a router of its own"),
-    "sglang_router_port": (None, "this version starts a router of its own, on a free port"),
-}
-
 
 def values_are_served(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Nothing is accepted and then ignored."""
+    """Nothing is accepted and then ignored: what a flag's declaration does not serve is refused in its words."""
     values = vars(args)
-    for name, (served, instead) in _SERVED.items():
-        value = values[name]
-        if value != served:
-            flag = "--" + name.replace("_", "-")
-            shown = flag if value is True else f"{flag} {value}"
-            yield Problem(flag, f"{shown} is not served yet, {instead}: leave it out.")
+    for spec in all_flag_specs():
+        if spec.dest in context.given and spec.dest not in context.broken and spec.refuses(values[spec.dest]):
+            yield Problem(spec.name, f"{_as_typed(spec, values[spec.dest])} is not served: {spec.not_served}.")
+
+
+def _as_typed(spec: FlagSpec, value: object) -> str:
+    if spec.is_switch:
+        return spec.on[0] if value and spec.on else spec.off[0]
+    if isinstance(value, list):
+        return " ".join([spec.name, *map(str, value)])
+    return f"{spec.name} {value}"

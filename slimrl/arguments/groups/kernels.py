@@ -1,0 +1,175 @@
+"""Flags of fused kernels, overlapped communication and CUDA graphs. None of them changes what is computed.
+
+Where a kernel's package is missing, megatron-core's plain way is taken and a log line says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slimrl.arguments.flag import flag
+
+_GRAPHS = "CUDA graphs want inputs of one size and packed batches vary; leave it out"
+_INFERENCE = "generation is done by SGLang; leave it out"
+
+
+@dataclasses.dataclass
+class KernelArguments:
+    """Kernels, overlap and CUDA graphs."""
+
+    transformer_impl: str | None = flag(
+        None,
+        "layer implementation (transformer_engine where it is installed, else local)",
+        choices=("local", "transformer_engine", "inference_optimized"),
+        not_served="it is for generation, which is done by SGLang; leave it out",
+        served=("local", "transformer_engine"),
+    )
+    attention_backend: str = flag(
+        "auto", "attention kernel of Transformer Engine", choices=("auto", "flash", "fused", "unfused", "local")
+    )
+    attention_softmax_in_fp32: bool = flag(False, "compute the attention softmax in fp32")
+    apply_query_key_layer_scaling: bool = flag(
+        False, "divide attention logits by the layer's number, in fp32 (for fp16)"
+    )
+    masked_softmax_fusion: bool = flag(
+        True, "do not fuse scaling, mask and softmax", only_off=True, off=("--no-masked-softmax-fusion",)
+    )
+    bias_swiglu_fusion: bool = flag(
+        True, "do not fuse bias and SwiGLU", only_off=True, off=("--no-bias-swiglu-fusion",)
+    )
+    bias_gelu_fusion: bool = flag(True, "do not fuse bias and GELU", only_off=True, off=("--no-bias-gelu-fusion",))
+    bias_dropout_fusion: bool = flag(
+        True, "do not fuse bias and dropout", only_off=True, off=("--no-bias-dropout-fusion",)
+    )
+    apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", only_off=True, off=("--no-rope-fusion",))
+    fused_single_qkv_rope: bool = flag(False, "one rotary kernel for queries, keys and values together")
+    persist_layer_norm: bool = flag(
+        True, "do not use the fused norm that stays on the GPU", only_off=True, off=("--no-persist-layer-norm",)
+    )
+    memory_efficient_layer_norm: bool = flag(False, "norms that recompute their input in the backward pass")
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "do not add weight gradients inside the matrix product kernel",
+        only_off=True,
+        off=("--no-gradient-accumulation-fusion",),
+    )
+    use_fused_weighted_squared_relu: bool = flag(False, "fused kernel of --squared-relu in experts")
+    use_te_activation_func: bool = flag(False, "Transformer Engine's activation functions")
+    cross_entropy_loss_fusion: bool = flag(
+        False,
+        "Megatron's fused cross entropy",
+        not_served="log-probabilities and entropy have a kernel of their own here; leave it out",
+    )
+    cross_entropy_fusion_impl: str = flag(
+        "native",
+        "implementation of --cross-entropy-loss-fusion",
+        choices=("native", "te"),
+        not_served="it belongs to --cross-entropy-loss-fusion; leave it out",
+    )
+    deterministic_mode: bool = flag(False, "kernels that give the same bits each time; slower on GPUs")
+    batch_invariant_mode: bool = flag(
+        False,
+        "kernels whose result for a row does not depend on the rest of the batch",
+        not_served="kernels here are not fixed that far; use --sglang-enable-deterministic-inference for the engines",
+    )
+    async_tensor_model_parallel_allreduce: bool = flag(
+        True,
+        "wait for the input gradient's reduction before the weight gradient",
+        only_off=True,
+        off=("--no-async-tensor-model-parallel-allreduce",),
+    )
+    tp_comm_overlap: bool = flag(False, "overlap tensor parallel communication with matrix products")
+    tp_comm_bulk_wgrad: bool = flag(
+        True, "no overlap of the weight gradient", only_off=True, off=("--disable-tp-comm-bulk-wgrad",)
+    )
+    tp_comm_bulk_dgrad: bool = flag(
+        True, "no overlap of the input gradient", only_off=True, off=("--disable-tp-comm-bulk-dgrad",)
+    )
+    tp_comm_overlap_ag: bool = flag(
+        True, "no overlap of the all-gather", only_off=True, off=("--disable-tp-comm-overlap-ag",)
+    )
+    tp_comm_overlap_rs: bool = flag(
+        True, "no overlap of the reduce-scatter", only_off=True, off=("--disable-tp-comm-overlap-rs",)
+    )
+    tp_comm_overlap_rs_dgrad: bool = flag(False, "overlap the reduce-scatter of the input gradient")
+    tp_comm_split_ag: bool = flag(True, "all-gather in one piece", only_off=True, off=("--disable-tp-comm-split-ag",))
+    tp_comm_split_rs: bool = flag(
+        True, "reduce-scatter in one piece", only_off=True, off=("--disable-tp-comm-split-rs",)
+    )
+    tp_comm_atomic_ag: bool = flag(False, "all-gather by atomic matrix products")
+    tp_comm_atomic_rs: bool = flag(False, "reduce-scatter by atomic matrix products")
+    tp_comm_overlap_disable_qkv: bool = flag(False, "no overlap in the query, key and value projection")
+    tp_comm_overlap_disable_fc1: bool = flag(False, "no overlap in the first feed-forward projection")
+    tp_comm_bootstrap_backend: str = flag("nccl", "backend that sets the overlap up", choices=("nccl", "mpi", "gloo"))
+    symmetric_ar_type: str | None = flag(
+        None,
+        "all-reduce in symmetric memory",
+        choices=("two_shot", "one_shot", "multimem_all_reduce"),
+        not_served=_INFERENCE,
+    )
+    overlap_p2p_comm: bool = flag(
+        True,
+        "do not overlap the exchange between virtual pipeline stages with computing",
+        only_off=True,
+        off=("--no-overlap-p2p-communication",),
+    )
+    overlap_p2p_comm_warmup_flush: bool = flag(
+        False, "overlap it in the warm-up and flush too", spellings=("--overlap-p2p-communication-warmup-flush",)
+    )
+    batch_p2p_sync: bool = flag(
+        True, "do not synchronise after a batched exchange", only_off=True, off=("--no-batch-p2p-sync",)
+    )
+    use_ring_exchange_p2p: bool = flag(
+        False, "a ring exchange between stages", not_served="it needs a torch of NVIDIA's own; leave it out"
+    )
+    pipeline_model_parallel_comm_backend: str | None = flag(
+        None, "backend between pipeline stages (the process group's own)", choices=("nccl", "ucc")
+    )
+    deallocate_pipeline_outputs: bool = flag(
+        True,
+        "keep a stage's output in memory after it was sent",
+        only_off=True,
+        off=("--no-deallocate-pipeline-outputs",),
+    )
+    defer_embedding_wgrad_compute: bool = flag(
+        False,
+        "compute the output layer's weight gradient while the pipeline drains",
+        not_served="the output layer belongs to the log-probability kernel here; leave it out",
+    )
+    wgrad_deferral_limit: int = flag(
+        0, "micro-batches it is put off for", not_served="it belongs to --defer-embedding-wgrad-compute; leave it out"
+    )
+    barrier_with_L1_time: bool = flag(
+        True,
+        "do not wait for all slots at each outermost timer",
+        only_off=True,
+        off=("--no-barrier-with-level-1-timing",),
+    )
+    use_te_rng_tracker: bool = flag(
+        False,
+        "Transformer Engine's random number states",
+        spellings=("--te-rng-tracker",),
+        not_served="it is needed by CUDA graphs only; leave it out",
+    )
+    inference_rng_tracker: bool = flag(False, "random number states for generation", not_served=_INFERENCE)
+    inference_sampling_seed: int = flag(42, "seed of Megatron's generation", not_served=_INFERENCE)
+    inference_fuse_tp_communication: bool = flag(False, "fused communication in generation", not_served=_INFERENCE)
+    use_inference_optimized_layers: bool = flag(False, "layers for generation", not_served=_INFERENCE)
+    flash_decode: bool = flag(False, "decoding kernel for Megatron's generation", not_served=_INFERENCE)
+    mlp_chunks_for_prefill: int = flag(1, "pieces of the feed-forward block in prefill", not_served=_INFERENCE)
+    clone_scatter_output_in_embedding: bool = flag(
+        True,
+        "keep the whole embedding output alive instead of copying the local part",
+        only_off=True,
+        off=("--no-clone-scatter-output-in-embedding",),
+    )
+    disable_parameter_transpose_cache: bool = flag(False, "do not keep transposed weights")
+    enable_cuda_graph: bool = flag(False, "run layers as CUDA graphs", not_served=_GRAPHS)
+    external_cuda_graph: bool = flag(False, "CUDA graphs made outside of layers", not_served=_GRAPHS)
+    cuda_graph_impl: str = flag(
+        "none", "who makes CUDA graphs", choices=("none", "local", "transformer_engine"), not_served=_GRAPHS
+    )
+    cuda_graph_scope: str = flag("full", "what a CUDA graph covers", not_served=_GRAPHS)
+    cuda_graph_use_single_mempool: bool = flag(False, "one memory pool for all CUDA graphs", not_served=_GRAPHS)
+    cuda_graph_retain_backward_graph: bool = flag(False, "keep the backward graph while capturing", not_served=_GRAPHS)
+    cuda_graph_warmup_steps: int = flag(3, "steps before graphs are captured (count)", not_served=_GRAPHS)
