@@ -1,7 +1,8 @@
 """Causal attention over packed sequences, for the layer spec without Transformer Engine.
 
-Promises that a token sees only its own sequence, whatever stands beside it in the pack. Called by
-megatron-core's SelfAttention as its `core_attention`; layouts "thd" (packed) and "sbhd" (padded).
+Promises that a token sees only its own sequence, whatever stands beside it in the pack and however the pack is cut
+over context-parallel ranks. Called by megatron-core's SelfAttention as its `core_attention`; layouts "thd" (packed)
+and, on one context-parallel rank, "sbhd" (padded).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+
+from slimrl.megatron.zigzag import pack_order
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -34,16 +38,12 @@ class PackedCoreAttention(torch.nn.Module):
         **_: Any,
     ):
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"--context-parallel-size {config.context_parallel_size} needs --transformer-impl"
-                " transformer_engine: install it on a machine with a GPU or set --context-parallel-size 1"
-            )
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(
                 f"layer {layer_number}: packed attention is causal only, the layer asks for {attn_mask_type}"
             )
         self.config = config
+        self.context_group = None if pg_collection is None or config.context_parallel_size == 1 else pg_collection.cp
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -59,31 +59,73 @@ class PackedCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Attend within each sequence.
 
-        Packed: query [tokens, heads, d], key and value [tokens, groups, d], result [tokens, heads * d].
+        Packed: query [tokens, heads, d], key and value [tokens, groups, d], result [tokens, heads * d]; with context
+        parallelism the tokens are this rank's (see `zigzag`) and the boundaries those of the whole pack.
         Padded: query [length, batch, heads, d], key and value alike, result [length, batch, heads * d]; right
         padding needs no mask, since a causal row never sees what stands behind it.
         """
         if packed_seq_params is None:
             heads = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return heads.permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        pieces = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-        attended = [self._attend_one(*piece) for piece in pieces]
+        lengths = packed_seq_params.cu_seqlens_q.diff()
+        if self.context_group is None:
+            pieces = zip(*(x.split(lengths.tolist()) for x in (query, key, value)), strict=True)
+            attended = [self._attend_one(*piece) for piece in pieces]
+        else:
+            attended = self._attend_across_ranks(query, key, value, lengths.long())
         return torch.cat(attended).flatten(1)
 
+    def _attend_across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> list[Tensor]:
+        """Each rank's queries against the keys of all ranks; every sequence has two pieces of queries here."""
+        rank, ranks = self.context_group.rank(), self.context_group.size()
+        channels = [key.shape[-1], value.shape[-1]]
+        rows = _GatheredRows.apply(torch.cat([key, value], dim=-1), self.context_group)
+        keys, values = rows.index_select(0, pack_order(lengths, ranks)).split(channels, dim=-1)
+        attended, start = [], 0
+        for length in lengths.tolist():
+            piece = length // (2 * ranks)
+            for half, number in enumerate((rank, 2 * ranks - 1 - rank)):
+                first = start // ranks + half * piece
+                seen = slice(start, start + (number + 1) * piece)
+                attended.append(self._attend_one(query[first : first + piece], keys[seen], values[seen]))
+            start += length
+        return attended
+
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One sequence, [length, heads, d] each."""
+        """One sequence, [length, heads, d] each; where there are more keys than queries, these are its last ones."""
         heads = self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)))
         return heads.squeeze(0).transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[batch, heads, length, d] each."""
+        queries, keys = query.shape[2], key.shape[2]
+        mask = None
+        if queries != keys:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+class _GatheredRows(torch.autograd.Function):
+    """Rows of all ranks of `group` end to end; the gradients of a rank's rows are added up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        return own, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "TrainingState",
     "find_checkpoint",
     "load_model_only",
+    "load_stages",
     "load_training_state",
     "save_model_only",
     "save_training_state",
@@ -39,7 +41,7 @@ _logger = logging.getLogger(__name__)
 class TrainingState:
     """The live objects a checkpoint is taken from and put back into."""
 
-    model: GPTModel
+    stages: Sequence[GPTModel]  # the parts of the model that this rank holds
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     parallel: ParallelState
@@ -65,7 +67,7 @@ def save_training_state(
     ValueError where it is not.
     """
     sharding = _sharding(state.parallel)
-    model = state.model.sharded_state_dict(metadata=sharding)
+    model = _sharded(state.stages, sharding)
     content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
     content["rng_state"] = random_state.sharded(state.parallel)
     if with_optimizer:
@@ -97,7 +99,7 @@ def load_training_state(
     if load_optimizer:
         _check_optimizer(metadata, found, state.optimizer.config.use_distributed_optimizer)
         sharding = _sharding(state.parallel)
-        model = state.model.sharded_state_dict(metadata=sharding)
+        model = _sharded(state.stages, sharding)
         wanted["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=sharding)
     same_layout = metadata.get("layout") == random_state.layout(state.parallel)
     if load_random_state and same_layout:
@@ -112,6 +114,11 @@ def load_training_state(
     if load_random_state and same_layout:
         random_state.restore(loaded["rng_state"])
     return checkpoint_folder.read_data_state(found.path)
+
+
+def _sharded(stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None) -> ShardedStateDict:
+    """The parameters of each stage under its number; in the files they have their names in the whole model."""
+    return {str(number): stage.sharded_state_dict(metadata=sharding) for number, stage in enumerate(stages)}
 
 
 def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, distributed: bool) -> None:
@@ -133,12 +140,17 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     """
     root = Path(folder)
     partial = _begin(root, None)
-    checkpoint_io.write({"model": model.sharded_state_dict()}, partial, {"content": "model"})
+    checkpoint_io.write({"model": _sharded([model])}, partial, {"content": "model"})
     return _commit(root, None)
 
 
 def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> CheckpointFolder:
-    """Fill `model` from the checkpoint in `folder` (a checkpoint's root or its own folder); collective.
+    """`load_stages` for a model without virtual pipeline stages."""
+    return load_stages([model], folder, step)
+
+
+def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = None) -> CheckpointFolder:
+    """Fill this rank's `stages` from the checkpoint in `folder` (a checkpoint's root or its own folder); collective.
 
     Optimizer and other state there is left alone. Raises FileNotFoundError where there is no checkpoint,
     ValueError where its tensors are not those of this model.
@@ -149,8 +161,9 @@ def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> C
             f"{folder} holds no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
             " tools/convert_hf_to_torch_dist.py or give another folder"
         )
-    loaded = checkpoint_io.read({"model": model.sharded_state_dict()}, found.path, model_only=True)
-    model.load_state_dict(loaded["model"])
+    loaded = checkpoint_io.read({"model": _sharded(stages)}, found.path, model_only=True)
+    for number, stage in enumerate(stages):
+        stage.load_state_dict(loaded["model"][str(number)])
     return found
 
 

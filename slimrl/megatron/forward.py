@@ -1,7 +1,8 @@
 """Forward and backward passes over micro-batches, through megatron-core's schedule.
 
 Promises log-probabilities in the batch's response order and gradients divided by the global count, whatever the
-packing. Called by the trainer; the model is the gradient-reducing wrapper.
+packing and the layout. Called by the trainer; a model is the list of the stages that this rank holds (one, but for
+virtual pipeline stages), each in its gradient-reducing wrapper.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from slimrl.algorithms.log_probs import vocab_parallel_log_probs
 from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
 from slimrl.megatron.micro_batch import MicroBatch
+from slimrl.megatron.parallel import ParallelState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +31,50 @@ class LogProbSettings:
     vocab_size: int  # without padding
     temperature: float
     chunk_size: int  # rows at a time, -1 for all
-    group: dist.ProcessGroup  # the tensor-parallel ranks
+    tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
 
     def __call__(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, float32 [response tokens] each, from `logits` [1, tokens, vocab / tp]."""
-        return vocab_parallel_log_probs(
+        """Log-probability and entropy, float32 [response tokens] each, from `logits` [1, tokens / cp, vocab / tp].
+
+        Every context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
+        """
+        log_probs, entropy = vocab_parallel_log_probs(
             logits[0].index_select(0, micro_batch.logit_rows),
             micro_batch.targets,
             vocab_size=self.vocab_size,
-            group=self.group,
+            group=self.tensor_group,
             temperature=self.temperature,
             chunk_size=self.chunk_size,
         )
+        if self.context_group.size() == 1:
+            return log_probs, entropy
+        total = micro_batch.response_index.numel()
+        return _FromAllRanks.apply(log_probs, entropy, micro_batch.own, total, self.context_group)
+
+
+class _FromAllRanks(torch.autograd.Function):
+    """Columns [total] of which each rank of `group` has the values at `own`; gradients go back to these only.
+
+    So a loss of the whole columns, computed on every rank, has its exact gradient spread over the ranks, whatever it
+    does with the tokens of a sample.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, own: Tensor, total: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(own)
+        ctx.set_materialize_grads(False)
+        columns = first.new_zeros(2, total)
+        columns[:, own] = torch.stack([first, second])
+        dist.all_reduce(columns, group=group)
+        return columns[0].clone(), columns[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (own,) = ctx.saved_tensors
+        return *(None if gradient is None else gradient[own] for gradient in gradients), None, None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,24 +103,38 @@ class ResponseColumns:
         )
 
 
-def _forward(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
-    """Logits [1, tokens, vocab / tp]; rotary positions restart at every sequence."""
-    return model(micro_batch.tokens, None, None, packed_seq_params=micro_batch.sequences)
+def _forward(stage: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """Logits [1, tokens / cp, vocab / tp], of other than the last stage hidden states.
+
+    Rotary positions restart at every sequence.
+    """
+    return stage(micro_batch.tokens, None, None, packed_seq_params=micro_batch.sequences)
 
 
 def _run(
-    model: DistributedDataParallel,
+    stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     forward_step: Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable[..., Any]]],
+    on_micro_batch: Callable[[], None],
     *,
     forward_only: bool,
 ) -> list[Any]:
+    """What the last stage made of each micro-batch; empty on ranks of other stages."""
+
+    def announced() -> Iterator[MicroBatch]:
+        for micro_batch in micro_batches:
+            on_micro_batch()
+            yield micro_batch
+
+    # Every virtual stage takes each micro-batch once; it begins in the first.
+    iterators = [announced(), *(iter(micro_batches) for _ in stages[1:])]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=iterators if len(stages) > 1 else iterators[0],
+        model=list(stages),
         num_microbatches=len(micro_batches),
-        seq_length=max(micro_batch.tokens.numel() for micro_batch in micro_batches),
+        # A bound only: pipeline stages tell each other the length of every micro-batch.
+        seq_length=max(int(micro_batch.sequences.cu_seqlens_q[-1]) for micro_batch in micro_batches),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -95,36 +143,39 @@ def _run(
 
 @torch.no_grad()
 def compute_log_probs(
-    model: DistributedDataParallel,
+    stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     settings: LogProbSettings,
     response_tokens: int,
+    parallel: ParallelState,
     on_micro_batch: Callable[[], None],
 ) -> Tensor:
     """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient.
 
-    `on_micro_batch` is called at the begin of each.
+    Equal on all ranks that share these samples (all but data-parallel ones). `on_micro_batch` is called at the begin
+    of each.
     """
 
     def collect(micro_batch: MicroBatch, logits: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
         return micro_batch.response_index, settings(logits, micro_batch)[0]
 
-    def step(iterator: Iterator[MicroBatch], wrapped: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        on_micro_batch()
-        return _forward(wrapped, micro_batch), partial(collect, micro_batch)
+        return _forward(stage, micro_batch), partial(collect, micro_batch)
 
-    model.eval()
-    pieces = _run(model, micro_batches, step, forward_only=True)
-    model.train()
-    result = torch.zeros(response_tokens, device=micro_batches[0].tokens.device)
+    for stage in stages:
+        stage.eval()
+    pieces = _run(stages, micro_batches, step, on_micro_batch, forward_only=True)
+    for stage in stages:
+        stage.train()
+    result = torch.zeros(response_tokens, device=parallel.device)
     for index, log_probs in pieces:
         result[index] = log_probs
-    return result
+    return parallel.from_last_stage(result)
 
 
 def forward_backward(
-    model: DistributedDataParallel,
+    stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     columns: ResponseColumns,
     log_prob_settings: LogProbSettings,
@@ -133,18 +184,21 @@ def forward_backward(
 ) -> list[PolicyLossSums]:
     """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
 
+    The sums are equal on ranks that share these samples, but absent where the rank does not hold the last stage.
     `on_micro_batch` is called at the begin of each.
     """
+    counts = log_prob_settings.context_group.rank() == 0
 
     def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
         log_probs, entropy = log_prob_settings(logits, micro_batch)
         sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
+        # megatron-core adds counts up over context-parallel ranks too, and each of them has the whole count.
+        count = sums.count if counts else torch.zeros_like(sums.count)
         # A clone: the schedule may go on to divide the loss it is given in place, and a view would follow it.
-        return sums.loss, sums.count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
+        return sums.loss, count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
 
-    def step(iterator: Iterator[MicroBatch], wrapped: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        on_micro_batch()
-        return _forward(wrapped, micro_batch), partial(loss, micro_batch)
+        return _forward(stage, micro_batch), partial(loss, micro_batch)
 
-    return _run(model, micro_batches, step, forward_only=False)
+    return _run(stages, micro_batches, step, on_micro_batch, forward_only=False)

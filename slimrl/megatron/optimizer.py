@@ -7,7 +7,7 @@ step counter per parameter, exact after loading. Called by the trainer and by `c
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from slimrl.arguments import Arguments
 from slimrl.megatron.config import optimizer_config
 
 
-def build_optimizer(args: Arguments, model: DistributedDataParallel) -> MegatronOptimizer:
-    """The optimizer over `model`'s parameters; biases and norms are exempt from weight decay."""
+def build_optimizer(args: Arguments, stages: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer over the parameters of this rank's `stages`; biases and norms are exempt from weight decay."""
     config = optimizer_config(args)
     optimizer = get_megatron_optimizer(
-        config, [model], get_standard_config_overrides(config), use_gloo_process_groups=False
+        config, list(stages), get_standard_config_overrides(config), use_gloo_process_groups=False
     )
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)

@@ -13,6 +13,7 @@ import datetime
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.megatron import cpu
@@ -34,21 +35,38 @@ class ParallelState:
     dp_size: int
     cp_rank: int
     cp_size: int
+    virtual_stages: int | None  # pipeline stages that each rank holds; None where they are not virtual
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
-
-    @property
-    def is_first_stage(self) -> bool:
-        """True on ranks that hold the embedding."""
-        return self.pp_rank == 0
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    ep_group: dist.ProcessGroup  # ranks that share out the experts
+    etp_group: dist.ProcessGroup  # ranks that share out each expert
 
     @property
     def is_last_stage(self) -> bool:
         """True on ranks that produce logits."""
         return self.pp_rank == self.pp_size - 1
+
+    def holds_embedding(self, virtual_stage: int | None) -> bool:
+        """True where this (virtual) stage of this rank begins with the embedding."""
+        return self.pp_rank == 0 and not virtual_stage
+
+    def holds_head(self, virtual_stage: int | None) -> bool:
+        """True where this (virtual) stage of this rank ends with the logits."""
+        last = virtual_stage is None or virtual_stage == self.virtual_stages - 1
+        return self.is_last_stage and last
+
+    def from_last_stage(self, values: Tensor) -> Tensor:
+        """`values` as they are on the last pipeline stage, in place; collective over the stages."""
+        if self.pp_size > 1:
+            dist.broadcast(values, group=self.pp_group, group_src=self.pp_size - 1)
+        return values
 
 
 def initialize(
@@ -81,6 +99,7 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
@@ -92,22 +111,26 @@ def initialize(
     stage_seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     seed_everything(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
-    return _current_state(rank, world_size, device)
+    return _current_state(rank, world_size, device, args.virtual_pipeline_model_parallel_size)
 
 
-def _current_state(rank: int, world_size: int, device: torch.device) -> ParallelState:
+def _current_state(rank: int, world_size: int, device: torch.device, virtual_stages: int | None) -> ParallelState:
     groups = {
         "tp_group": parallel_state.get_tensor_model_parallel_group(),
         "pp_group": parallel_state.get_pipeline_model_parallel_group(),
         "dp_group": parallel_state.get_data_parallel_group(),
         "cp_group": parallel_state.get_context_parallel_group(),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "ep_group": parallel_state.get_expert_model_parallel_group(),
+        "etp_group": parallel_state.get_expert_tensor_parallel_group(),
     }
     places = {}
-    for axis in ("tp", "pp", "dp", "cp"):
+    for axis in ("tp", "pp", "dp", "cp", "ep", "etp"):
         group = groups[f"{axis}_group"]
         places |= {f"{axis}_rank": group.rank(), f"{axis}_size": group.size()}
-    return ParallelState(rank=rank, world_size=world_size, device=device, **places, **groups)
+    return ParallelState(
+        rank=rank, world_size=world_size, device=device, virtual_stages=virtual_stages, **places, **groups
+    )
 
 
 def shutdown() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -13,39 +13,41 @@ from torch import Tensor
 class ReferenceWeights:
     """This rank's reference weights, in host memory (page-locked where there is a GPU)."""
 
-    def __init__(self, model: GPTModel):
-        """Copies the weights that `model` holds now."""
-        self._reference = _host_buffers(model)
-        self._own = _host_buffers(model)
-        _save(model, self._reference)
+    def __init__(self, stages: Sequence[GPTModel]):
+        """Copies the weights that the `stages` of this rank hold now."""
+        self._tensors = [tensor for stage in stages for tensor in _state(stage)]
+        self._reference = [_host_buffer(tensor) for tensor in self._tensors]
+        self._own = [_host_buffer(tensor) for tensor in self._tensors]
+        self._save(self._reference)
 
     @contextlib.contextmanager
-    def swapped_in(self, model: GPTModel) -> Iterator[None]:
-        """Within the block `model` computes with the reference weights; afterwards its own are back, bit for bit."""
-        _save(model, self._own)
-        _fill(model, self._reference)
+    def swapped_in(self) -> Iterator[None]:
+        """Within the block the model computes with the reference weights; afterwards its own are back, bit for bit."""
+        self._save(self._own)
+        self._fill(self._reference)
         try:
             yield
         finally:
-            _fill(model, self._own)
+            self._fill(self._own)
+
+    @torch.no_grad()
+    def _save(self, buffers: list[Tensor]) -> None:
+        for tensor, buffer in zip(self._tensors, buffers, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def _fill(self, buffers: list[Tensor]) -> None:
+        for tensor, buffer in zip(self._tensors, buffers, strict=True):
+            tensor.copy_(buffer, non_blocking=True)
 
 
-def _host_buffers(model: GPTModel) -> dict[str, Tensor]:
-    return {
-        name: torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
-        for name, parameter in model.named_parameters()
-    }
+def _state(stage: GPTModel) -> Iterator[Tensor]:
+    """Parameters and buffers: the bias that steers the choice of experts is a buffer."""
+    yield from stage.parameters()
+    yield from stage.buffers()
 
 
-@torch.no_grad()
-def _save(model: GPTModel, buffers: dict[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        buffers[name].copy_(parameter, non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-@torch.no_grad()
-def _fill(model: GPTModel, buffers: dict[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.copy_(buffers[name], non_blocking=True)
+def _host_buffer(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Adds up what micro-batches and data-parallel ranks report about one optimizer step."""
+"""Adds up what micro-batches and data-parallel ranks report about one optimizer step, and tells every rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import torch
 import torch.distributed as dist
 
 from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, WEIGHTED_NAMES, PolicyLossSums
+from slimrl.megatron.parallel import ParallelState
+
+_TOTALS = 1 + len(WEIGHTED_NAMES) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
 
 
-def reduce_step(sums: Sequence[PolicyLossSums], group: dist.ProcessGroup) -> dict[str, float]:
-    """The step's metrics by name, equal on every rank; collective over `group`, the data-parallel ranks.
+def reduce_step(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
+    """The step's metrics by name, equal on every rank; collective over all ranks.
 
-    Sums are added in float64, so that the numbers printed do not depend on the cut of the batch.
+    `sums` are this rank's micro-batches, of interest only on the last pipeline stage. They are added in float64, so
+    that the numbers printed do not depend on the cut of the batch.
     """
-    totals = torch.stack(
-        [torch.cat([entry.count.double().reshape(1), entry.weighted, entry.by_token]) for entry in sums]
-    ).sum(0)
-    maxima = torch.stack([entry.maxima for entry in sums]).amax(0)
-    if group.size() > 1:
-        dist.all_reduce(totals, group=group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    values = torch.zeros(_TOTALS + len(MAXIMUM_NAMES), dtype=torch.float64, device=parallel.device)
+    if parallel.is_last_stage:
+        totals, maxima = values.split([_TOTALS, len(MAXIMUM_NAMES)])
+        for entry in sums:
+            totals += torch.cat([entry.count.double().reshape(1), entry.weighted, entry.by_token])
+            torch.maximum(maxima, entry.maxima, out=maxima)
+        if parallel.dp_size > 1:
+            dist.all_reduce(totals, group=parallel.dp_group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
+    totals, maxima = parallel.from_last_stage(values).split([_TOTALS, len(MAXIMUM_NAMES)])
     count, *numbers = totals.tolist()
     weighted, by_token = numbers[: len(WEIGHTED_NAMES)], numbers[len(WEIGHTED_NAMES) :]
     tokens = by_token.pop()

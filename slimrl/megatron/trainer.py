@@ -24,7 +24,7 @@ from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
 from slimrl.megatron.forward import LogProbSettings, ResponseColumns, compute_log_probs, forward_backward
 from slimrl.megatron.loss import PolicyLossSettings
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
-from slimrl.megatron.model import build_model
+from slimrl.megatron.model import build_stages
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.reference import ReferenceWeights
 from slimrl.megatron.step_metrics import reduce_step
@@ -34,7 +34,7 @@ class MegatronTrainer:
     """One rank of training.
 
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
-    that was resumed, else None), `parallel`, `model` (the bare GPTModel).
+    that was resumed, else None), `parallel`, `stages` (the bare GPTModels of this rank: one, but for virtual stages).
     """
 
     def __init__(
@@ -58,19 +58,20 @@ class MegatronTrainer:
         self.parallel = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
         )
-        self.model = build_model(args, self.parallel)
+        self.stages = build_stages(args, self.parallel)
         self._reference = self._load_reference()
         resumed = self._load_weights()
-        self._wrapped = DistributedDataParallel(self.model.config, config.ddp_config(args), self.model)
+        self._wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in self.stages]
         self.optimizer = build_optimizer(args, self._wrapped)
-        self.model.config.grad_scale_func = self.optimizer.scale_loss
+        self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self._log_prob_settings = LogProbSettings(
             vocab_size=args.vocab_size,
             temperature=args.rollout_temperature,
             chunk_size=args.log_probs_chunk_size,
-            group=self.parallel.tp_group,
+            tensor_group=self.parallel.tp_group,
+            context_group=self.parallel.cp_group,
         )
         self._loss_settings = PolicyLossSettings.from_args(args)
 
@@ -78,7 +79,7 @@ class MegatronTrainer:
         if not self.args.use_reference:
             return None
         self._load_from_ref_load()
-        return ReferenceWeights(self.model)
+        return ReferenceWeights(self.stages)
 
     def _load_from_ref_load(self) -> None:
         if self.args.ref_load is None:
@@ -86,7 +87,7 @@ class MegatronTrainer:
                 f"--load {self.args.load} holds no checkpoint and --ref-load is not given: convert the model with"
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
-        checkpoint.load_model_only(self.model, Path(self.args.ref_load), self.args.ref_ckpt_step)
+        checkpoint.load_stages(self.stages, Path(self.args.ref_load), self.args.ref_ckpt_step)
 
     def _load_weights(self) -> CheckpointFolder | None:
         """Load the policy's weights; the checkpoint to resume from, None for a fresh start."""
@@ -95,7 +96,7 @@ class MegatronTrainer:
             if self._reference is None:  # with a reference its weights, the same ones, are in place
                 self._load_from_ref_load()
             return None
-        checkpoint.load_model_only(self.model, found.path)
+        checkpoint.load_stages(self.stages, found.path)
         return None if self.args.finetune or found.iteration is None else found
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
@@ -113,7 +114,7 @@ class MegatronTrainer:
         return first, data_state
 
     def _training_state(self) -> TrainingState:
-        return TrainingState(self.model, self.optimizer, self.scheduler, self.parallel)
+        return TrainingState(self.stages, self.optimizer, self.scheduler, self.parallel)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         """Train on this data-parallel rank's share of one rollout; metrics per optimizer step, equal on every rank.
@@ -142,7 +143,14 @@ class MegatronTrainer:
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
         multiple = self.args.data_pad_size_multiplier * self.parallel.tp_size
-        return pack_micro_batch(batch, rows, length_multiple=multiple, device=self.parallel.device)
+        return pack_micro_batch(
+            batch,
+            rows,
+            length_multiple=multiple,
+            device=self.parallel.device,
+            context_rank=self.parallel.cp_rank,
+            context_size=self.parallel.cp_size,
+        )
 
     def _columns(
         self, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
@@ -151,11 +159,13 @@ class MegatronTrainer:
         device, length = self.parallel.device, batch.loss_mask.numel()
 
         def log_probs() -> Tensor:
-            return compute_log_probs(self._wrapped, micro_batches, self._log_prob_settings, length, advance)
+            return compute_log_probs(
+                self._wrapped, micro_batches, self._log_prob_settings, length, self.parallel, advance
+            )
 
         ref_log_probs = None
         if self._reference is not None:
-            with self._reference.swapped_in(self.model):
+            with self._reference.swapped_in():
                 ref_log_probs = log_probs()
         train_log_probs = log_probs()
         rollout_log_probs = batch.rollout_log_probs.to(device)
@@ -172,7 +182,8 @@ class MegatronTrainer:
         self, micro_batches: list[MicroBatch], columns: ResponseColumns, advance: Callable[[], None]
     ) -> dict[str, float]:
         # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
-        self._wrapped.zero_grad_buffer()
+        for stage in self._wrapped:
+            stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = forward_backward(
             self._wrapped, micro_batches, columns, self._log_prob_settings, self._loss_settings, advance
@@ -181,7 +192,7 @@ class MegatronTrainer:
         updated, gradient_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
-        metrics = reduce_step(sums, self.parallel.dp_cp_group)
+        metrics = reduce_step(sums, self.parallel)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not updated)}
 

@@ -45,16 +45,22 @@ def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
     from slimrl.weights.families import family_for
     from slimrl.weights.shape import ModelShape
 
-    parameters = list(trainer.model.parameters())
+    parameters = [parameter for stage in trainer.stages for parameter in stage.parameters()]
     own = [parameter.data for parameter in parameters]
     if gradients:
         for parameter in parameters:
             parameter.data = parameter.main_grad.clone()
-    shape, family = ModelShape.from_args(trainer.args), family_for({"model_type": "qwen3"})
-    tensors = {
-        name: tensor.clone()
-        for name, tensor in iter_hf_tensors(trainer.model, shape, family, trainer.parallel.tp_group)
-    }
+    parallel, model_type = trainer.parallel, "qwen3" if trainer.args.num_experts is None else "qwen3_moe"
+    pieces = iter_hf_tensors(
+        trainer.stages,
+        ModelShape.from_args(trainer.args),
+        family_for({"model_type": model_type}),
+        parallel.tp_group,
+        pp_group=parallel.pp_group,
+        ep_group=parallel.ep_group,
+        etp_group=parallel.etp_group,
+    )
+    tensors = {name: tensor.clone() for name, tensor in pieces}
     for parameter, data in zip(parameters, own, strict=True):
         parameter.data = data
     return tensors

@@ -74,7 +74,8 @@ def draw() -> list[float]:
 
 def local_state(trainer: Any) -> dict[str, Tensor]:
     """Every tensor of this rank that training depends on."""
-    tensors = {f"weight {name}": p.detach().clone() for name, p in trainer.model.named_parameters()}
+    parameters = [p for stage in trainer.stages for p in stage.named_parameters()]
+    tensors = {f"weight {name}": p.detach().clone() for name, p in parameters}
     adam = trainer.optimizer.chained_optimizers[0].optimizer
     for index, (parameter, state) in enumerate(adam.state.items()):
         tensors[f"main parameter {index}"] = parameter.detach().clone()

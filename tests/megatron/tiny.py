@@ -13,7 +13,7 @@ from slimrl.data.batch import RolloutBatch
 VOCAB_SIZE = 117  # padded to 128: eleven columns that must not count
 
 
-def save_qwen3(folder: Path, *, seed: int, tied: bool = True) -> Path:
+def save_qwen3(folder: Path, *, seed: int, tied: bool = True, layers: int = 2) -> Path:
     """A randomly initialised model as a Hugging Face folder; weights large enough to make logits matter."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -22,7 +22,7 @@ def save_qwen3(folder: Path, *, seed: int, tied: bool = True) -> Path:
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
