@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from slimrl.arguments.flag import Bounds
 from slimrl.arguments.namespace import EvalDataset
 from slimrl.arguments.problem import Problem, ended
+from slimrl.arguments.yaml_file import read_yaml
 
 _FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
 _BOUNDS = {
@@ -35,7 +35,7 @@ def read_eval_config(config_path: str, problems: list[Problem]) -> list[dict[str
     """The sets of the file, each over the file's defaults; a bad set is left out and becomes a problem."""
     complaints: list[str] = []
     try:
-        entries = _entries(_read(Path(config_path)), complaints)
+        entries = _entries(read_yaml(Path(config_path)), complaints)
     except (OSError, ValueError) as error:
         complaints, entries = [str(error)], []
     problems += [
@@ -67,20 +67,6 @@ def _entries(root: Any, complaints: list[str]) -> list[dict[str, Any]]:
         else:
             entries.append({**{key: value for key, value in defaults.items() if key in _FIELDS}, **entry})
     return entries
-
-
-def _read(path: Path) -> Any:
-    """The file's content. Raises OSError where it cannot be read and ValueError where it is not YAML (or JSON)."""
-    if not path.is_file():
-        raise FileNotFoundError("the file does not exist: check the path")
-    if path.suffix == ".json":
-        return json.loads(path.read_text())
-    import yaml  # only where such a file is given: everything else here needs the standard library alone
-
-    try:
-        return yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"the file is not YAML ({' '.join(str(error).split())})") from error
 
 
 def _complaints(values: Mapping[str, Any], where: str) -> list[str]:

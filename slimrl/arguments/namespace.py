@@ -109,6 +109,7 @@ class DerivedArguments:
     run_dir: str = ""
     data_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the user's hooks, from a file
     notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
 
 

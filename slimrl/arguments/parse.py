@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slimrl.arguments.config_file import read_config_file
 from slimrl.arguments.derive import derive
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
+from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import Arguments, all_flag_specs
-from slimrl.arguments.parser import parse_line
+from slimrl.arguments.parser import ParsedLine, parse_line
 from slimrl.arguments.passthrough import PassthroughTables
 from slimrl.arguments.problem import Problem, report
 from slimrl.arguments.rules import Context, check
@@ -46,14 +48,36 @@ def read_args(
 ) -> tuple[Arguments, list[Problem]]:
     """Like `parse_args`, but returns the problems instead of printing them; prints nothing and never exits."""
     entry = Path(entry).name
-    parsed = parse_line(argv, all_flag_specs(), passthrough or {})
+    specs = all_flag_specs()
+    parsed = parse_line(argv, specs, passthrough or {})
+    notes = _add_config_file(parsed, specs, passthrough or {})
     args = Arguments(**parsed.values)
+    args.notes += notes
     args.sglang_options = parsed.options.get("sglang", {})
     args.router_options = parsed.options.get("router", {})
     derive(args)
     eval_problems = resolve_eval_datasets(args)
     context = Context(entry, frozenset(parsed.values), frozenset(parsed.broken))
     return args, [*parsed.problems, *eval_problems, *check(args, context)]
+
+
+def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: PassthroughTables) -> list[str]:
+    """Lays the values of --custom-config-path over those of the command line; says where one replaces another."""
+    path = parsed.values.get("custom_config_path")
+    if path is None:
+        return []
+    from_file = read_config_file(path, specs, passthrough)
+    replaced = [
+        f"{dest} is {value} by --custom-config-path {path} and not {parsed.values[dest]}, which the command line says."
+        for dest, value in from_file.values.items()
+        if parsed.values.get(dest, value) != value
+    ]
+    parsed.values |= from_file.values
+    for prefix, options in from_file.options.items():
+        parsed.options[prefix] |= options
+    parsed.problems += from_file.problems
+    parsed.broken |= from_file.broken
+    return replaced
 
 
 def _exit_with(problems: Sequence[Problem], entry: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Flags of the run's name, folder, log and charts."""
+"""Flags of the run's name, folder, log and charts, and of a file of flags."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ class LoggingArguments:
     )
     tb_project_name: str | None = flag(None, "first folder level below the TensorBoard folder (none)")
     tb_experiment_name: str | None = flag(None, "second folder level below the TensorBoard folder (none)")
+    custom_config_path: str | None = flag(
+        None,
+        "YAML file of flags (path), which win over the command line; settings of your own hooks stand in it under"
+        " custom: and reach them as args.custom",
+    )
