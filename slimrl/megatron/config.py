@@ -257,7 +257,7 @@ def parameter_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> Optimi
         end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
         wd_incr_steps=max(decay_steps, 1),
         wd_incr_style=args.weight_decay_incr_style,
-        lr_wsd_decay_steps=args.lr_wsd_decay_iters,
+        wsd_decay_steps=args.lr_wsd_decay_iters,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
         # The flags of this run win over those stored in a checkpoint; only the step count is taken from it.
         use_checkpoint_opt_param_scheduler=False,
