@@ -7,11 +7,14 @@ receiver can find each by its byte offset; the last bucket knows that it is the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+Unit = list[tuple[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,33 +63,56 @@ class ReusedBuffer:
 
 
 def iter_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int, buffers: BufferSource
+    named_tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int,
+    buffers: BufferSource,
+    with_next: Collection[str] = (),
 ) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes`; a larger tensor travels alone in a bucket of its own size.
 
-    A bucket is valid until the next one is asked for. Each yielded tensor is copied before the next is asked
-    for. Raises ValueError where `max_bytes` is not positive or there is no tensor at all.
+    A tensor named in `with_next` is in the same bucket as the one after it. A bucket is valid until the next one is
+    asked for. Each yielded tensor is copied before the next is asked for. Raises ValueError where `max_bytes` is not
+    positive or there is no tensor at all.
     """
     if max_bytes <= 0:
         raise ValueError(f"--update-weight-buffer-size is {max_bytes}: it counts bytes and must be positive")
-    tensors = iter(named_tensors)
-    pending = next(tensors, None)
+    units = _units(named_tensors, with_next)
+    pending = next(units, None)
     if pending is None:
         raise ValueError("there is no tensor to pack: the model has no weights")
     while pending is not None:
-        capacity = max(max_bytes, pending[1].nbytes)
+        capacity = max(max_bytes, sum(tensor.nbytes for _, tensor in pending))
         buffer = buffers.take(capacity)
         entries: list[Entry] = []
         end = 0
-        while pending is not None and _fits(pending[1], end, capacity):
-            name, tensor = pending
-            start, end = end, end + tensor.nbytes
-            buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, end))
-            pending = next(tensors, None)
+        while pending is not None and _fits(pending, end, capacity):
+            for name, tensor in pending:
+                start, end = end, end + tensor.nbytes
+                buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, end))
+            pending = next(units, None)
         yield Bucket(buffer[:end], tuple(entries), last=pending is None)
 
 
-def _fits(tensor: Tensor, start: int, capacity: int) -> bool:
-    # a view of another dtype must start at a multiple of its item size
-    return start % tensor.itemsize == 0 and start + tensor.nbytes <= capacity
+def _units(named_tensors: Iterable[tuple[str, Tensor]], with_next: Collection[str]) -> Iterator[Unit]:
+    """The tensors one by one, or several where they must stay together."""
+    unit: Unit = []
+    for name, tensor in named_tensors:
+        if name in with_next:
+            unit.append((name, tensor.clone()))  # it is only valid until the next one is asked for
+        else:
+            yield [*unit, (name, tensor)]
+            unit = []
+    if unit:
+        raise ValueError(f"{unit[-1][0]} must travel with the tensor after it, and there is none: the table is wrong")
+
+
+def _fits(unit: Unit, start: int, capacity: int) -> bool:
+    if start == 0:
+        return True  # the capacity was made for it
+    for _, tensor in unit:
+        # a view of another dtype must start at a multiple of its item size
+        if start % tensor.itemsize or start + tensor.nbytes > capacity:
+            return False
+        start += tensor.nbytes
+    return True

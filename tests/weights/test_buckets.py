@@ -61,3 +61,20 @@ def test_every_tensor_arrives_once_in_order_unchanged(specs, max_bytes):
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
     assert all(a.dtype == b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(arrived, tensors, strict=True))
     assert lasts == [False] * (len(lasts) - 1) + [True]
+
+
+def test_tensors_that_belong_together_share_a_bucket_even_where_it_is_too_small_for_both():
+    shared = torch.empty(3)
+
+    def tensors():
+        for number, name in enumerate(("a", "b", "c", "d")):  # each one overwrites the one before, as exporters may
+            yield name, shared.fill_(number)
+
+    for max_bytes, expected in ((24, [["a"], ["b", "c"], ["d"]]), (12, [["a"], ["b", "c"], ["d"]])):
+        names, values = [], {}
+        for bucket in iter_buckets(tensors(), max_bytes, ReusedBuffer(CPU), with_next={"b"}):
+            names.append([entry.name for entry in bucket.entries])
+            values |= {name: tensor[0].item() for name, tensor in bucket.tensors()}
+        assert names == expected and values == {"a": 0, "b": 1, "c": 2, "d": 3}
+    with pytest.raises(ValueError, match="d must travel with the tensor after it"):
+        list(iter_buckets(tensors(), 64, ReusedBuffer(CPU), with_next={"d"}))

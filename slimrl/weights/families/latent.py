@@ -2,7 +2,8 @@
 
 A query latent is there or not by config.json. The projections down to the latents are whole on every tensor-parallel
 rank; those up from them are divided by heads. Rotary channels stay in the stored order (pairs side by side), which
-is the one that megatron-core's latent attention expects too.
+is the one that megatron-core's latent attention expects too. Engines keep both projections down as one matrix, which
+they only write when they are given both at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ ATTENTION: tuple[Row, ...] = (
         megatron=(_MEGATRON + "linear_q_down_proj.weight",),
         hf=(HfTensor(_HF + "q_a_proj.weight", ("q_latent", "hidden")),),
         when="query_latent",
+        with_next=True,
+    ),
+    Row(
+        megatron=(_MEGATRON + "linear_kv_down_proj.weight",),
+        hf=(HfTensor(_HF + "kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
     ),
     Row(
         # the second spelling is that of specs which fuse the norm into the following linear layer
@@ -36,10 +42,6 @@ ATTENTION: tuple[Row, ...] = (
         hf=(HfTensor(_HF + "q_b_proj.weight", ("latent_queries", "q_latent")),),
         shard_dim=0,
         when="query_latent",
-    ),
-    Row(
-        megatron=(_MEGATRON + "linear_kv_down_proj.weight",),
-        hf=(HfTensor(_HF + "kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
     ),
     Row(
         megatron=(_MEGATRON + "kv_layernorm.weight", _MEGATRON + "linear_kv_up_proj.layer_norm_weight"),

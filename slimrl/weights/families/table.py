@@ -52,7 +52,8 @@ class Row:
     exactly one of them exists in a model. `{layer}` stands for the global layer number and `{expert}` for the global
     expert number, both counted from 0. `layers` says which layers have it, `when` names the property of the model
     (`ModelShape.has`) without which there is no such tensor. `shard_dim` is the dimension that tensor parallelism
-    (for an expert: expert tensor parallelism) divides, None for replicated tensors.
+    (for an expert: expert tensor parallelism) divides, None for replicated tensors. `with_next`: the engines only take
+    its tensor together with that of the following row, so both travel in one piece.
     A first dimension called "vocab" is padded with zero rows on the Megatron side.
     """
 
@@ -62,6 +63,7 @@ class Row:
     shard_dim: int | None = None
     layers: Layers = Layers.ALL
     when: str | None = None
+    with_next: bool = False
     expert: int | None = None  # the expert's number, once `at` has filled it in
 
     @property
@@ -148,6 +150,10 @@ class Family:
     def hf_names(self, shape: ModelShape) -> list[str]:
         """The name of every Hugging Face tensor that a checkpoint must have, each once."""
         return [part.name for row in self.rows(shape) for part in row.hf]
+
+    def names_with_next(self, shape: ModelShape) -> frozenset[str]:
+        """The Hugging Face tensors that must reach an engine in one piece with the one after them."""
+        return frozenset(row.hf[0].name for row in self.rows(shape) if row.with_next)
 
     def carried_prefixes(self, hf_config: dict[str, Any]) -> tuple[str, ...]:
         """How the names begin of tensors that are neither loaded nor trained, but kept for the way back.
