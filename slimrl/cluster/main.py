@@ -54,6 +54,10 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
 
     prepare_ray_environment()
+    if args.dry_run:
+        from slimrl.cluster.dry_run import dry_run
+
+        return dry_run(args, entry)
     from slimrl.cluster.run import open_run
     from slimrl.cluster.session import SlotsMissingError
     from slimrl.cluster.supervise import ProcessDiedError

@@ -1,0 +1,48 @@
+"""`--dry-run`: what a command line would do, as text, before anything is started.
+
+Promises to import nothing heavy and to look only at small files: headers, not tensors. `estimate` is the memory of a
+slot as a pure function of the flags. Called by `slimrl.cluster.dry_run`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.plan.hf_files import UnreadableFileError
+from slimrl.arguments.plan.machine import Machine, this_machine
+from slimrl.arguments.plan.memory import MemoryPlan, StageMemory, estimate
+from slimrl.arguments.plan.plan import Plan, Surroundings, make_plan
+from slimrl.arguments.plan.refusals import refusals
+from slimrl.arguments.plan.render import render
+from slimrl.arguments.problem import Problem, report
+
+__all__ = [
+    "Machine",
+    "MemoryPlan",
+    "Plan",
+    "StageMemory",
+    "Surroundings",
+    "estimate",
+    "make_plan",
+    "print_plan",
+    "refusals",
+    "this_machine",
+]
+
+EXIT_REFUSED = 2
+
+
+def print_plan(args: Arguments, entry: str, surroundings: Surroundings) -> int:
+    """Prints the plan of a checked command line, and what is wrong with it to stderr; returns the exit code."""
+    try:
+        plan = make_plan(args, entry, surroundings)
+    except UnreadableFileError as error:
+        problems = [Problem("--hf-checkpoint", f"--hf-checkpoint: {error}.")]
+    else:
+        print(render(plan), flush=True)
+        problems = refusals(plan)
+    if problems:
+        print(report(problems, entry), file=sys.stderr)
+        return EXIT_REFUSED
+    return 0

@@ -1,0 +1,77 @@
+"""Which checkpoints a run will start from: looks at folders and names, never into tensors.
+
+Says the same as the trainer's own search (`slimrl.megatron.checkpoint_folder`), without torch. The rules have passed,
+so whatever is named is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.rules.checkpoints import TRACKER
+
+_COMPLETE = "metadata.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One checkpoint; `iteration` is the last rollout it was trained on, None for a converted model."""
+
+    folder: Path
+    iteration: int | None
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return "converted weights" if self.iteration is None else f"after rollout {self.iteration}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where the weights come from and with which rollout the run begins.
+
+    `resumed` is True where optimizer and random state go on too; `reference` is None where no reference is needed.
+    """
+
+    weights: Found | None
+    flag: str
+    reference: Found | None
+    first_rollout: int
+    resumed: bool
+
+
+def find(folder: str | None, step: int | None) -> Found | None:
+    """The checkpoint in `folder`: iteration `step`, or the one that its tracker file names; None for a fresh folder."""
+    if folder is None:
+        return None
+    root = Path(folder)
+    if (root / _COMPLETE).is_file():
+        return Found(root, _iteration(root.name))
+    if step is not None:
+        return Found(root / f"iter_{step:07d}", step)
+    tracker = root / TRACKER
+    if not tracker.is_file():
+        return None
+    name = tracker.read_text().strip()
+    return Found(root / name, None) if name == "release" else Found(root / f"iter_{int(name):07d}", int(name))
+
+
+def _iteration(name: str) -> int | None:
+    return int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() else None
+
+
+def start_of(args: Arguments) -> Start:
+    """From checked flags: --load where it holds a checkpoint, else --ref-load."""
+    reference = find(args.ref_load, args.ref_ckpt_step)
+    loaded = find(args.load, args.ckpt_step)
+    resumed = loaded is not None and loaded.iteration is not None and not args.finetune
+    first = loaded.iteration + 1 if resumed else 0
+    return Start(
+        weights=loaded or reference,
+        flag="--ref-load" if loaded is None else "--load",
+        reference=reference if args.use_reference else None,
+        first_rollout=first if args.start_rollout_id is None else args.start_rollout_id,
+        resumed=resumed,
+    )

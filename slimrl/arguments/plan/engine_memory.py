@@ -1,0 +1,78 @@
+"""Memory of one slot of an inference engine: its part of the weights, and the KV cache in what is left.
+
+SGLang gives weights and cache together a fixed part of the device, --mem-fraction-static. Called by `memory`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from slimrl.arguments.plan.parameters import total_parameters
+from slimrl.arguments.plan.shape import Shape
+
+# SGLang computes its own where none is given, between 0.8 and 0.95 on the GPUs of today.
+ASSUMED_FRACTION = 0.88
+_ELEMENT_BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """How a server keeps its numbers. `max_tokens` bounds the cache where the user (or the CPU's defaults) did."""
+
+    weight_bytes: float = 2.0  # per element
+    cache_bytes: int = 2  # per element
+    fraction: float = ASSUMED_FRACTION
+    max_tokens: int | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
+        """From the --sglang-* options by the server's own names; `weight_bytes` is what the checkpoint's files say."""
+        given = _ELEMENT_BYTES.get(str(options.get("dtype", "auto")))
+        element = given or weight_bytes
+        cache = str(options.get("kv_cache_dtype", "auto"))
+        wide = 4 if element >= 4 else 2
+        tokens, fraction = options.get("max_total_tokens"), options.get("mem_fraction_static")
+        return cls(
+            weight_bytes=element,
+            cache_bytes=1 if "fp8" in cache else 2 if cache == "bfloat16" else wide,
+            fraction=ASSUMED_FRACTION if fraction is None else float(fraction),
+            max_tokens=None if tokens is None else int(tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """One slot of a server, bytes. `cache` and `tokens` are None where the slot's memory is not known."""
+
+    weights: int
+    cache_per_token: int
+    cache: int | None
+    tokens: int | None
+
+    @property
+    def total(self) -> int:
+        """Weights and KV cache."""
+        return self.weights + (self.cache or 0)
+
+
+def engine_memory(shape: Shape, settings: EngineSettings, slots: int, slot_bytes: int | None) -> EngineMemory:
+    """Weights divided over the server's slots (norms and the like are not, which is not counted), cache by token."""
+    weights = int(total_parameters(shape) * settings.weight_bytes) // slots
+    per_token = cache_elements_per_token(shape, slots) * settings.cache_bytes
+    tokens = settings.max_tokens
+    if slot_bytes is not None:
+        room = max(int(slot_bytes * settings.fraction) - weights, 0) // per_token
+        tokens = room if tokens is None else min(tokens, room)
+    return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
+
+
+def cache_elements_per_token(shape: Shape, slots: int) -> int:
+    """Keys and values of every layer; with latent attention one vector per layer, whole on every slot.
+
+    Fewer key/value heads than slots are held several times.
+    """
+    if shape.latent is not None:
+        return shape.layers * (shape.latent.kv_rank + shape.latent.rotary_width)
+    return shape.layers * 2 * max(shape.groups // slots, 1) * shape.head_width

@@ -1,0 +1,93 @@
+"""The tensors of a Hugging Face checkpoint, read from the headers of its safetensors files.
+
+A header is JSON behind eight bytes of length (little endian), so that gigabytes are counted in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+# scales of quantised weights and frequencies of older files are no parameters; prediction layers are not trained here
+_NOT_COUNTED = re.compile(r"_scale(_inv)?$|inv_freq$|\bmtp")
+# formats that pack several weights into one number: elements cannot be compared
+_PACKED = re.compile(r"qweight$|_packed$|qzeros$")
+
+
+class UnreadableFileError(ValueError):
+    """A safetensors file whose header is not one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HfFiles:
+    """What the folder holds. `elements` counts weights of the layers that are trained, None where they are packed."""
+
+    files: int
+    tensors: int
+    bytes: int
+    elements: int | None
+    missing: tuple[str, ...]  # files that the index names and that are not there
+
+
+def read_hf_files(folder: Path, *, layers: int, tied: bool) -> HfFiles | None:
+    """Count the safetensors files in `folder`; None where it has none (only config.json and the tokenizer).
+
+    `layers` and `tied` describe the model: further layers (multi-token prediction) and the second copy of a tied
+    embedding are not counted as elements. Raises UnreadableFileError naming a broken file.
+    """
+    names = _names(folder)
+    present = [name for name in names if (folder / name).is_file()]
+    if not present:
+        return None
+    entries = {name: entry for file in present for name, entry in _entries(folder / file)}
+    packed = any(_PACKED.search(name) for name in entries)
+    counted = [
+        math.prod(entry["shape"]) for name, entry in entries.items() if _is_counted(name, layers=layers, tied=tied)
+    ]
+    return HfFiles(
+        files=len(present),
+        tensors=len(entries),
+        bytes=sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values()),
+        elements=None if packed else sum(counted),
+        missing=tuple(name for name in names if name not in present),
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if not index.is_file():
+        return sorted(path.name for path in folder.glob("*.safetensors"))
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError) as error:
+        raise UnreadableFileError(f"{index} is not an index of weights ({error!r}): copy the model again") from error
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= path.stat().st_size - 8:
+            raise UnreadableFileError(f"{path} is cut short or no safetensors file: copy it again")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise UnreadableFileError(f"{path} has a header that is not JSON ({error}): copy it again") from error
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if 8 + length + end > path.stat().st_size:
+        raise UnreadableFileError(f"{path} is cut short, its header promises {end} bytes of tensors: copy it again")
+    yield from entries.items()
+
+
+def _is_counted(name: str, *, layers: int, tied: bool) -> bool:
+    if _NOT_COUNTED.search(name) or (tied and name == "lm_head.weight"):
+        return False
+    layer = _LAYER.search(name)
+    return layer is None or int(layer.group(1)) < layers

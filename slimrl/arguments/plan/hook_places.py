@@ -1,0 +1,66 @@
+"""Where every hook of a run is written: file and line, found in the source without importing it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.machinery
+import sys
+from pathlib import Path
+
+from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.namespace import Arguments, all_flag_specs
+from slimrl.hooks import own_path
+
+
+@dataclasses.dataclass(frozen=True)
+class HookPlace:
+    """`door` is the flag (or the evaluation set's entry), `function` its dotted path; `line` is None if not found."""
+
+    door: str
+    function: str
+    file: Path
+    line: int | None
+
+
+def hook_places(args: Arguments) -> list[HookPlace]:
+    """Every `--...-path` flag that leads to a module, and the hooks of single evaluation sets."""
+    values = vars(args)
+    doors = {spec.name: values[spec.dest] for spec in all_flag_specs() if _may_name_code(spec)}
+    for dataset in args.eval_datasets:
+        if dataset.custom_rm_path != args.custom_rm_path:
+            doors[f"eval set {dataset.name}: custom_rm_path"] = dataset.custom_rm_path
+        if dataset.custom_generate_function_path != args.custom_generate_function_path:
+            doors[f"eval set {dataset.name}: custom_generate_function_path"] = dataset.custom_generate_function_path
+    places = [_place(door, own_path(path)) for door, path in doors.items() if path]
+    return [place for place in places if place is not None]
+
+
+def _may_name_code(spec: FlagSpec) -> bool:
+    return spec.value_type is str and spec.dest.endswith("_path")
+
+
+def _place(door: str, path: str) -> HookPlace | None:
+    """None where the value is no dotted path of a module, but for example a file."""
+    module, _, name = path.rpartition(".")
+    file = _source(module) if module and all(part.isidentifier() for part in path.split(".")) else None
+    if file is None:
+        return None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return HookPlace(door, path, file, node.lineno)
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return HookPlace(door, path, file, node.lineno)
+    return HookPlace(door, path, file, None)
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module; each package on the way is looked up by its folder, so that none is imported."""
+    folders = [*sys.path, str(Path.cwd())]
+    spec = None
+    for part in module.split("."):
+        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None

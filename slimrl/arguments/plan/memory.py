@@ -1,0 +1,167 @@
+"""`estimate`: the bytes that one slot holds, from the flags alone.
+
+Weights, gradients and optimizer state are exact (a test compares them with a real trainer); activations, the loss
+and the KV cache are estimates whose formulas stand in docs/dry-run.md. A pure function: no file and no machine is
+looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.plan.activations import Setting, logits_bytes, saved_bytes, working_bytes
+from slimrl.arguments.plan.batch import largest_micro_batch
+from slimrl.arguments.plan.engine_memory import EngineMemory, EngineSettings, engine_memory
+from slimrl.arguments.plan.layout import Groups, groups_of, stage_layers
+from slimrl.arguments.plan.parameters import Split, Weights, buffer_elements, stage_weights
+from slimrl.arguments.plan.shape import Shape, shape_of
+
+_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+FP32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """One slot of one pipeline stage; all numbers but `layers` and `parameters` (elements) are bytes."""
+
+    layers: range
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept for the backward pass, of all micro-batches in flight
+    loss: int  # logits and their gradient, last stage only
+    backward: int  # of the layer that the backward pass is at
+    weight_update: int  # the bucket that new weights travel in, when nothing of the three above is there
+    host: int  # in host memory: reference weights, optimizer state with --optimizer-cpu-offload
+
+    @property
+    def resident(self) -> int:
+        """What stays all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The peak: the loss and the backward pass are not at their largest at the same time."""
+        return self.resident + max(self.activations + max(self.loss, self.backward), self.weight_update)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one slot in each role; `stages` is empty without training, `engine` None without engines."""
+
+    stages: tuple[StageMemory, ...]
+    engine: EngineMemory | None
+
+    @property
+    def largest_stage(self) -> StageMemory | None:
+        """The stage that needs the most."""
+        return max(self.stages, key=lambda stage: stage.total, default=None)
+
+
+def estimate(args: Arguments, *, slot_bytes: int | None = None, engine: EngineSettings | None = None) -> MemoryPlan:
+    """The memory of one slot in each role, for checked flags.
+
+    `slot_bytes` is the slot's memory: without it the engine's KV cache, which takes what is left, is not known.
+    `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
+    """
+    shape = shape_of(args)
+    stages: tuple[StageMemory, ...] = ()
+    if not args.debug_rollout_only:
+        ranges = stage_layers(args)
+        stages = tuple(_stage(args, shape, ranges, number) for number in range(len(ranges)))
+    if args.debug_train_only or not args.rollout_num_gpus:
+        return MemoryPlan(stages, None)
+    settings = engine or EngineSettings.from_options(args.sglang_options)
+    return MemoryPlan(stages, engine_memory(shape, settings, args.rollout_num_gpus_per_engine, slot_bytes))
+
+
+def parameter_bytes(args: Arguments) -> int:
+    """Bytes of one weight, and of one activation, in training."""
+    return 2 if args.bf16 or args.fp16 else 4
+
+
+def _stage(args: Arguments, shape: Shape, ranges: list[range], number: int) -> StageMemory:
+    groups, element = groups_of(args), parameter_bytes(args)
+    first, last = number == 0, number == len(ranges) - 1
+    split = Split(groups.tensor, groups.expert_tensor, groups.expert)
+    weights = stage_weights(shape, split, ranges[number], first=first, last=last)
+    dense, expert = _buffers(args, groups, weights)
+    state = _optimizer_bytes(args, groups, dense, expert)
+    offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
+    held = (dense + expert) * element
+    setting = _setting(args, groups, element)
+    in_flight = min(len(ranges) - number, _micro_batches(args, groups))
+    return StageMemory(
+        layers=ranges[number],
+        parameters=weights.total,
+        weights=held,
+        gradients=(dense + expert) * gradient_bytes(args),
+        optimizer=state - offloaded,
+        activations=in_flight * saved_bytes(shape, setting, ranges[number], last=last),
+        loss=logits_bytes(shape, setting, args.log_probs_chunk_size) if last else 0,
+        backward=working_bytes(shape, setting, ranges[number]),
+        weight_update=0 if args.debug_train_only else min(args.update_weight_buffer_size, weights.total * element),
+        host=offloaded + (2 * weights.total * element if args.use_reference else 0),
+    )
+
+
+def gradient_bytes(args: Arguments) -> int:
+    """Bytes of one gradient in Megatron's buffer: float32 with --bf16."""
+    return FP32 if args.accumulate_allreduce_grads_in_fp32 or args.bf16 else parameter_bytes(args)
+
+
+def _buffers(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, int]:
+    """Elements of the gradient buffers of dense and expert weights."""
+    distributed = args.use_distributed_optimizer
+    return (
+        buffer_elements(weights.dense, groups.optimizer_shares, distributed=distributed),
+        buffer_elements(weights.expert, groups.expert_data, distributed=distributed),
+    )
+
+
+def _optimizer_bytes(args: Arguments, groups: Groups, dense: int, expert: int) -> int:
+    """State of the fullest share: float32 copies of 16-bit weights, and the moments."""
+    if args.use_distributed_optimizer:
+        dense, expert = dense // groups.optimizer_shares, expert // groups.expert_data
+    per_element = (_copy_bytes(args) if parameter_bytes(args) < FP32 else 0) + _moment_bytes(args)
+    return (dense + expert) * per_element
+
+
+def _copy_bytes(args: Arguments) -> int:
+    """Bytes of the optimizer's own copy of a 16-bit weight; a bf16 weight and its 16 missing bits are one too."""
+    if not args.use_precision_aware_optimizer:
+        return FP32
+    remainders = args.bf16 and args.store_param_remainders and args.main_params_dtype == "fp32"
+    return 2 if remainders else _DTYPE_BYTES[args.main_params_dtype]
+
+
+def _moment_bytes(args: Arguments) -> int:
+    """Adam has two moments; SGD one, with momentum."""
+    if args.optimizer == "sgd":
+        return FP32 if args.sgd_momentum else 0
+    if args.use_precision_aware_optimizer:
+        return _DTYPE_BYTES[args.exp_avg_dtype] + _DTYPE_BYTES[args.exp_avg_sq_dtype]
+    return 2 * FP32
+
+
+def _setting(args: Arguments, groups: Groups, element: int) -> Setting:
+    return Setting(
+        tokens=largest_micro_batch(args, groups).tokens_per_slot,
+        element=element,
+        tensor=groups.tensor,
+        sequence=groups.tensor if args.sequence_parallel else 1,
+        expert_tensor=groups.expert_tensor,
+        fused=args.transformer_impl != "local",
+        granularity=args.recompute_granularity,
+        modules=tuple(args.recompute_modules or ("core_attn",)),
+        method=args.recompute_method,
+        unit=args.recompute_num_layers or 1,
+    )
+
+
+def _micro_batches(args: Arguments, groups: Groups) -> int:
+    """Micro-batches of one optimizer step on one slot: at most one per sample."""
+    samples = max((args.global_batch_size or 1) // groups.data, 1)
+    return samples if args.use_dynamic_batch_size else max(samples // args.micro_batch_size, 1)

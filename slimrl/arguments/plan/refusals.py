@@ -1,0 +1,163 @@
+"""What is wrong with a plan that no single flag shows: slots that are not there, memory, files of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimrl.arguments.plan.memory import StageMemory
+from slimrl.arguments.plan.plan import GIB, Plan
+from slimrl.arguments.problem import Problem
+
+
+def refusals(plan: Plan) -> list[Problem]:
+    """Every problem of the plan, as sentences with the arithmetic and the mend."""
+    return [*_slots(plan), *_checkpoint_files(plan), *_memory(plan)]
+
+
+def _slots(plan: Plan) -> Iterator[Problem]:
+    where, nodes, gpus = plan.placement, plan.surroundings.nodes, plan.surroundings.machine.gpus
+    present = sum(nodes) if nodes is not None else len(gpus) if gpus and plan.args.slot_memory_gib is None else None
+    if present is not None and present < where.total:
+        who = "the Ray cluster has" if nodes is not None else "outside a Ray cluster this machine has"
+        yield Problem(
+            "--actor-num-gpus-per-node",
+            f"the flags ask for {where.total} slots ({_roles(plan)}) and {who} {present}: start Ray with more, or lower"
+            " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus.",
+        )
+        return
+    yield from _groups_on_one_node(plan)
+
+
+def _roles(plan: Plan) -> str:
+    train, engines = len(plan.placement.train), sum(map(len, plan.placement.engines))
+    return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "")
+
+
+def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
+    where, tp = plan.placement, plan.groups.tensor
+    per_node = (
+        "as the cluster has it" if plan.surroundings.nodes else f"by --num-gpus-per-node {plan.args.num_gpus_per_node}"
+    )
+    for index, slots in enumerate(where.engines):
+        nodes = where.nodes_of(slots)
+        if len(nodes) > 1:
+            yield Problem(
+                "--rollout-num-gpus-per-engine",
+                f"engine {index} would get the slots {slots[0]} to {slots[-1]}, which lie on nodes {nodes[0]} and"
+                f" {nodes[-1]} {per_node}, and an engine never spans nodes: choose training slots and"
+                " --rollout-num-gpus-per-engine so that engines end where nodes do.",
+            )
+            return
+    for first in range(0, len(where.train), tp):
+        nodes = where.nodes_of(range(first, first + tp))
+        if len(nodes) > 1:
+            yield Problem(
+                "--tensor-model-parallel-size",
+                f"the training slots {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"
+                f" lie on nodes {nodes[0]} and {nodes[-1]} {per_node}: choose a size that divides the slots of a node.",
+            )
+            return
+
+
+def _checkpoint_files(plan: Plan) -> Iterator[Problem]:
+    files, folder = plan.hf_files, plan.args.hf_checkpoint
+    if files is None:
+        return
+    if files.missing:
+        yield Problem(
+            "--hf-checkpoint",
+            f"--hf-checkpoint {folder} is not complete, its index names {files.missing[0]}"
+            + (f" and {len(files.missing) - 1} more files" if len(files.missing) > 1 else "")
+            + " that are not there: copy the model again.",
+        )
+    elif files.elements is not None and files.elements != plan.checkpoint_elements:
+        yield Problem(
+            "--hf-checkpoint",
+            f"the model flags describe {plan.checkpoint_elements:,} weights and the files of --hf-checkpoint {folder}"
+            f" hold {files.elements:,}, {abs(files.elements - plan.checkpoint_elements):,}"
+            f" {'more' if files.elements > plan.checkpoint_elements else 'less'}: give the flags of this model, or"
+            " the files of the model that the flags describe.",
+        )
+
+
+def _memory(plan: Plan) -> Iterator[Problem]:
+    if plan.slot is None:
+        return
+    if plan.slot.shared:
+        yield from _shared_memory(plan)
+        return
+    stage, engine, slot = plan.memory.largest_stage, plan.memory.engine, plan.slot
+    have = f"{gib(slot.bytes)} ({slot.source})"
+    if stage is not None and stage.total > slot.bytes:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {_less_training(plan)}.",
+        )
+        return
+    if engine is not None:
+        fraction = plan.engine_settings.fraction
+        static = int(slot.bytes * fraction)
+        if engine.tokens < plan.micro_batch.longest_sample:
+            yield Problem(
+                "--rollout-num-gpus-per-engine",
+                f"an engine's slot has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and"
+                f" a KV cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
+                f" {plan.micro_batch.longest_sample:,}: raise --rollout-num-gpus-per-engine or"
+                " --sglang-mem-fraction-static.",
+            )
+        elif stage is not None and plan.colocated and not plan.takes_turns and stage.total + static > slot.bytes:
+            most = (slot.bytes - stage.total) / slot.bytes
+            yield Problem(
+                "--sglang-mem-fraction-static",
+                f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x"
+                f" that = {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
+                f" {max(int(most * 100) / 100, 0.01):g} or less, or split the roles with --rollout-num-gpus.",
+            )
+
+
+def _shared_memory(plan: Plan) -> Iterator[Problem]:
+    """Without GPUs all slots of a machine draw on the same memory: what counts is their sum."""
+    engine = plan.memory.engine
+    stages = plan.memory.stages
+    train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)
+    rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
+    nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
+    need, host = (train + rollout) // nodes, plan.surroundings.machine.host
+    if need > host:
+        yield Problem(
+            "--slot-memory-gib",
+            f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training slots take"
+            f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}, per machine {gib(need)}: start a"
+            " smaller model here, or plan for other machines with --slot-memory-gib.",
+        )
+
+
+def stage_sum(stage: StageMemory) -> str:
+    """The parts of a slot's memory in words."""
+    parts = {
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        "activations": stage.activations,
+        "loss and backward": max(stage.loss, stage.backward),
+    }
+    return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+
+
+def _less_training(plan: Plan) -> str:
+    """What would help, without what is on already."""
+    args, means = plan.args, ["raise --tensor-model-parallel-size"]
+    if plan.groups.optimizer_shares > 1 and not args.use_distributed_optimizer:
+        means.append("add --use-distributed-optimizer")
+    if args.recompute_granularity != "full":
+        means.append("add --recompute-granularity full")
+    if args.use_dynamic_batch_size:
+        means.append("lower --max-tokens-per-gpu")
+    if args.log_probs_chunk_size < 0:
+        means.append("give --log-probs-chunk-size 1024")
+    return ", ".join(means[:-1]) + (" or " if means[1:] else "") + means[-1]
+
+
+def gib(size: int) -> str:
+    """Bytes as text: "7.49 GiB", below a GiB "12.0 MiB"."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,305 @@
+"""The plan as text for a terminal: one section per question, aligned columns, numbers with their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slimrl.arguments.plan.engines import option_words
+from slimrl.arguments.plan.layout import dense_axes, expert_axes, rank_lists
+from slimrl.arguments.plan.memory import StageMemory
+from slimrl.arguments.plan.plan import Plan
+from slimrl.arguments.plan.refusals import gib
+
+# groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
+SMALL_WORLD = 16
+LISTED = 4
+
+
+def render(plan: Plan) -> str:
+    """The whole text."""
+    sections = (
+        ("What runs", _run(plan)),
+        ("Slots", _slots(plan)),
+        ("Parallel groups of training", _groups(plan)),
+        ("One rollout", _batches(plan)),
+        ("Model", _model(plan)),
+        ("Checkpoints", _checkpoints(plan)),
+        ("Hooks", _hooks(plan)),
+        ("Servers", _servers(plan)),
+        ("Memory of one slot", _memory(plan)),
+    )
+    blocks = [f"Plan of {plan.entry}: nothing is started."]
+    for title, lines in sections:
+        body = list(lines)
+        if body:
+            blocks.append("\n".join([title, *(f"  {line}" for line in body)]))
+    return "\n\n".join(blocks)
+
+
+def table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Columns padded to their widest entry; cells that are no text, or end in a unit, stand right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts if column < len(row)) for column in range(max(map(len, texts)))]
+    lines = []
+    for row, cells in zip(texts, rows, strict=True):
+        padded = [
+            text.rjust(width) if _is_number(cell) else text.ljust(width)
+            for text, width, cell in zip(row, widths, cells, strict=False)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _is_number(cell: object) -> bool:
+    return not isinstance(cell, str) or cell.endswith((" GiB", " MiB"))
+
+
+def _run(plan: Plan) -> Iterator[str]:
+    args = plan.args
+    first = plan.start.first_rollout if plan.start is not None else args.start_rollout_id or 0
+    if args.num_rollout is None:
+        length = f"{args.num_epoch} passes over {args.prompt_data}, in rollouts of {args.rollout_batch_size} prompts"
+    elif first >= args.num_rollout:
+        length = f"nothing is left to do: the next rollout is {first} and --num-rollout is {args.num_rollout}"
+    else:
+        length = f"rollouts {first} to {args.num_rollout - 1} ({args.num_rollout - first})"
+    ahead = (
+        "generates one rollout ahead of training" if plan.entry == "train_async.py" else "generates, trains, in turns"
+    )
+    yield from table([("length", length), ("loop", ahead), ("folder", args.run_dir)])
+
+
+def _slots(plan: Plan) -> Iterator[str]:
+    where = plan.placement
+    rows: list[tuple[object, ...]] = [("role", "slots", "where (node: slots on it)")]
+    if where.train:
+        rows.append(("training", len(where.train), _where(plan, where.train)))
+    if where.engines:
+        every = range(where.engines[0].start, where.engines[-1].stop)
+        rows.append(("engines", len(every), _where(plan, every)))
+    yield from table(rows)
+    nodes = len(where.nodes_of(range(len(where.places))))
+    shared = ", both roles on the same ones" if plan.colocated else ""
+    source = (
+        "of the Ray cluster" if plan.surroundings.nodes is not None else f"of {plan.args.num_gpus_per_node} slots each"
+    )
+    yield f"{where.total} slots{shared}, on {nodes} {'node' if nodes == 1 else 'nodes'} {source}"
+
+
+def _where(plan: Plan, positions: range) -> str:
+    parts = []
+    for node in plan.placement.nodes_of(positions):
+        slots = [plan.placement.places[i].slot for i in positions if plan.placement.places[i].node == node]
+        parts.append(f"{node}: {_span(slots)}")
+    return "; ".join(parts[:LISTED] + ([f"... {parts[-1]}"] if len(parts) > LISTED else []))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    if not plan.placement.train:
+        return
+    groups = plan.groups
+    meanings = {
+        "TP": "share each layer's matrices",
+        "CP": "share each sample's tokens",
+        "DP": "copies of the model, each with its own samples",
+        "PP": "stages, one after the other",
+        "expert TP": "share each expert's matrices",
+        "EP": "share the experts of a layer",
+        "expert DP": "copies of the same experts",
+    }
+    axes = [(dense_axes(groups), name) for name, _ in dense_axes(groups)]
+    if plan.shape.experts is not None:
+        axes += [(expert_axes(groups), name) for name in ("expert TP", "EP", "expert DP")]
+    rows: list[tuple[object, ...]] = [("group", "size", "what its ranks do", f"ranks (of {groups.world})")]
+    for sizes, name in axes:
+        size = dict(sizes)[name]
+        rows.append((name, size, meanings[name], _ranks(rank_lists(sizes, name), groups.world) if size > 1 else "-"))
+    yield from table(rows)
+    if groups.pipeline > 1:
+        layers = ", ".join(f"{number}: {_span(list(s.layers))}" for number, s in enumerate(plan.memory.stages))
+        yield f"layers of each stage: {layers}"
+
+
+def _ranks(lists: list[list[int]], world: int) -> str:
+    if world <= SMALL_WORLD:
+        return " ".join(str(ranks).replace(" ", "") for ranks in lists)
+    first = ",".join(map(str, lists[0][:LISTED])) + (",..." if len(lists[0]) > LISTED else "")
+    return f"[{first}] and {len(lists) - 1} more" if len(lists) > 1 else f"[{first}]"
+
+
+def _batches(plan: Plan) -> Iterator[str]:
+    args, one = plan.args, plan.batches
+    rows: list[tuple[object, ...]] = [
+        ("prompts", one.prompts, "--rollout-batch-size"),
+        ("samples", one.samples, f"{one.prompts} x --n-samples-per-prompt {args.n_samples_per_prompt}"),
+    ]
+    if plan.placement.train:
+        rows += [
+            ("optimizer steps", one.steps, f"{one.samples} / --global-batch-size {one.samples_per_step}"),
+            (
+                "samples per step and data parallel rank",
+                one.samples_per_rank,
+                f"{one.samples_per_step} / {plan.groups.data} ranks",
+            ),
+            _micro_batches(plan),
+        ]
+    yield from table(rows)
+    if plan.placement.train:
+        yield _largest(plan)
+
+
+def _micro_batches(plan: Plan) -> tuple[object, ...]:
+    args, one = plan.args, plan.batches
+    if one.micro_batches is not None:
+        return (
+            "micro-batches of them",
+            one.micro_batches,
+            f"{one.samples_per_rank} / --micro-batch-size {args.micro_batch_size}",
+        )
+    cap = args.max_tokens_per_gpu * plan.groups.context
+    by = f" x {plan.groups.context} context parallel slots" if plan.groups.context > 1 else ""
+    return (
+        "micro-batches of them",
+        "by length",
+        f"as few as fit --max-tokens-per-gpu {args.max_tokens_per_gpu}{by} = {cap} tokens"
+        if by
+        else f"as few as fit --max-tokens-per-gpu {cap} tokens",
+    )
+
+
+def _largest(plan: Plan) -> str:
+    largest = plan.micro_batch
+    sample = "the longest sample" if largest.prompts_bounded else "the longest response (prompts have no limit)"
+    alone = ", which goes alone" if largest.alone else ""
+    return (
+        f"largest micro-batch: {largest.tokens_per_slot} tokens on a slot; {sample} has {largest.longest_sample}"
+        f" tokens{alone}"
+    )
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    rows: list[tuple[object, ...]] = [("parameters", f"{plan.total_parameters:,}", billions(plan.total_parameters))]
+    if plan.shape.experts is not None:
+        rows.append(("of them for one token", f"{plan.active_parameters:,}", billions(plan.active_parameters)))
+    for number, stage in enumerate(plan.memory.stages):
+        name = "on one training slot" if len(plan.memory.stages) == 1 else f"on a slot of stage {number}"
+        rows.append((name, f"{stage.parameters:,}", billions(stage.parameters)))
+    files = plan.hf_files
+    if files is None:
+        rows.append(("in the checkpoint", "-", f"{plan.args.hf_checkpoint} holds no safetensors files"))
+    else:
+        held = f"{files.elements:,}" if files.elements is not None else "packed"
+        rows.append(("in the checkpoint", held, f"{files.tensors} tensors, {files.files} files, {gib(files.bytes)}"))
+    yield from table([(name, number.rjust(max(len(row[1]) for row in rows)), note) for name, number, note in rows])
+    agrees = "" if files is None or files.elements != plan.checkpoint_elements else " and with the files' tensors"
+    yield f"the model flags agree with config.json of {plan.args.hf_checkpoint}{agrees}"
+
+
+def billions(parameters: int) -> str:
+    """ "4.02 B", small models in millions."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+def _checkpoints(plan: Plan) -> Iterator[str]:
+    start, args = plan.start, plan.args
+    if start is None:
+        return
+    rows = []
+    if start.weights is not None:
+        rows.append(("weights", start.flag, f"{start.weights.folder} ({start.weights.name})"))
+    if start.reference is not None:
+        rows.append(("reference", "--ref-load", f"{start.reference.folder} ({start.reference.name})"))
+    if args.load is not None and start.flag != "--load":
+        rows.append(("resume from", "--load", f"{args.load} holds no checkpoint yet: a fresh start"))
+    state = f"goes on with rollout {start.first_rollout}, with the optimizer's state"
+    fresh = f"begins at rollout {start.first_rollout} with a fresh optimizer"
+    rows.append(("start", "", fresh if not start.resumed or args.no_load_optim else state))
+    if args.save is not None:
+        when = (
+            f"every {args.save_interval} rollouts and after the last"
+            if args.save_interval
+            else "after the last rollout"
+        )
+        rows.append(("save", "--save", f"{args.save} ({when})"))
+    yield from table(rows)
+
+
+def _hooks(plan: Plan) -> Iterator[str]:
+    rows = [
+        (hook.door, hook.function, f"{hook.file}:{hook.line}" if hook.line else f"{hook.file} has no such name")
+        for hook in plan.hooks
+    ]
+    if rows:
+        yield from table(rows)
+
+
+def _servers(plan: Plan) -> Iterator[str]:
+    if not plan.servers:
+        return
+    args = plan.args
+    rows: list[tuple[object, ...]] = [("server", "where (node: slots on it)", "seed", "log")]
+    shown = plan.servers if len(plan.servers) <= 2 * LISTED else [*plan.servers[:LISTED], plan.servers[-1]]
+    rows += [(one.index, _where(plan, one.slots), one.seed, one.log) for one in shown]
+    yield from table(rows)
+    if len(shown) < len(plan.servers):
+        yield f"{len(plan.servers)} servers in all"
+    size = args.rollout_num_gpus_per_engine
+    words = [f"--model-path {args.hf_checkpoint}", f"--tp-size {size}", *option_words(args.sglang_options)]
+    yield f"each with: {' '.join(words)}"
+    if plan.surroundings.server_words:
+        yield f"because there is no GPU here, before that: {' '.join(plan.surroundings.server_words)}"
+    router = " ".join(option_words(args.router_options))
+    yield (
+        "ports: free ones, chosen when they start; in front of them one router"
+        f" (--request-timeout-secs {args.sglang_router_request_timeout_secs}{' ' + router if router else ''})"
+    )
+    yield f"at most {args.sglang_server_concurrency} requests in flight per server (--sglang-server-concurrency)"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    stages = plan.memory.stages
+    if stages:
+        names = ["training" if len(stages) == 1 else f"stage {number}" for number in range(len(stages))]
+        rows = [("", *names), *([name, *map(gib, sizes)] for name, sizes in _stage_rows(stages))]
+        yield from table([[cell if index == 0 else cell.rjust(10) for index, cell in enumerate(row)] for row in rows])
+        if any(stage.host for stage in stages):
+            yield f"in host memory, per slot: {gib(max(stage.host for stage in stages))} ({_host_reason(plan)})"
+    yield from _engine(plan)
+    if plan.slot is None:
+        yield "the memory of a slot is not known here: --slot-memory-gib compares with it"
+    else:
+        yield f"a slot has {gib(plan.slot.bytes)} ({plan.slot.source})"
+    yield "not counted: what CUDA, NCCL or the processes themselves take; formulas: docs/dry-run.md"
+
+
+def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
+    yield "weights", [stage.weights for stage in stages]
+    yield "gradients", [stage.gradients for stage in stages]
+    yield "optimizer state", [stage.optimizer for stage in stages]
+    yield "activations kept", [stage.activations for stage in stages]
+    yield "loss, or one layer's backward", [max(stage.loss, stage.backward) for stage in stages]
+    yield "at the peak", [stage.total for stage in stages]
+
+
+def _host_reason(plan: Plan) -> str:
+    reasons = ["the reference model"] if plan.args.use_reference else []
+    return " and ".join(reasons + (["the optimizer's state"] if plan.args.optimizer_cpu_offload else []))
+
+
+def _engine(plan: Plan) -> Iterator[str]:
+    engine = plan.memory.engine
+    if engine is None:
+        return
+    yield (
+        f"engine: weights {gib(engine.weights)}, KV cache {engine.cache_per_token / 1024:,.1f} KiB per token"
+        + (f" x {engine.tokens:,} tokens = {gib(engine.cache)}" if engine.tokens is not None else "")
+    )
+    if plan.slot is not None and not plan.slot.shared:
+        given = "mem_fraction_static" in plan.args.sglang_options
+        origin = "--sglang-mem-fraction-static" if given else "SGLang chooses its part, taken as"
+        fraction = plan.engine_settings.fraction
+        yield f"        {origin} {fraction:g} of the slot = {gib(int(plan.slot.bytes * fraction))} for both"
