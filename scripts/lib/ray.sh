@@ -7,45 +7,90 @@
 #
 # ray_begin sets the traps that end the cluster on any exit, error, TERM, HUP or Ctrl-C. Where RAY_ADDRESS is set, the
 # cluster there is used and nothing is started or ended. Needs say.sh and a python3 with Ray in the PATH.
+#
+# Several nodes: run the same script on each of them, with WORLD_SIZE (how many nodes), RANK (0 on the head) and
+# MASTER_ADDR (the head, as the others know it), as jobs of pods set them. The head goes on once all nodes are here;
+# on the others ray_begin joins the head, waits for its end and ends the script. Where the nodes do not come together
+# within RAY_JOIN_TIMEOUT_S (600), each says so and fails. RAY_PORT (6379) is where the head listens; a RAY_AUTH_TOKEN,
+# the same on every node, keeps strangers out.
 
-RAY_HEAD_PID=
+RAY_NODE_PID=
 RAY_JOB_ID=
 RAY_SUBMIT_PID=
 
 ray_begin() {
-   # Submitting to our own head must not take the way through a proxy meant for the internet.
-   export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost"
-   export NO_PROXY=$no_proxy
+   # Talking to our own head must not take the way through a proxy meant for the internet.
+   export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost${MASTER_ADDR:+,$MASTER_ADDR}"
    export RAY_USAGE_STATS_ENABLED=0
    if [[ -n ${RAY_ADDRESS:-} ]]; then
+      export NO_PROXY=$no_proxy
       say "using the Ray cluster at $RAY_ADDRESS (RAY_ADDRESS is set)"
       return
    fi
-   # Ray's token, of this cluster alone; left to itself Ray would write one into the home folder.
-   export RAY_AUTH_MODE=token
-   RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
-   export RAY_AUTH_TOKEN
+   local nodes=${WORLD_SIZE:-1} rank=${RANK:-0} port=${RAY_PORT:-6379} limit=${RAY_JOIN_TIMEOUT_S:-600} role=()
+   ray_check_nodes "$nodes" "$rank" "$port" "$limit"
+   ray_choose_token "$nodes"
    # What a stopped job gets to end its servers and write its summary before it is killed.
    export RAY_JOB_STOP_WAIT_TIME_S=30
    trap 'ray_end' EXIT
    trap 'ray_interrupted INT 130' INT
    trap 'ray_interrupted TERM 143' TERM
    trap 'ray_interrupted HUP 129' HUP
+   if ((rank > 0)); then
+      role=(--join "$MASTER_ADDR:$port" --timeout-s "$limit")
+   elif ((nodes > 1)); then
+      role=(--nodes "$nodes" --master "$MASTER_ADDR" --port "$port" --timeout-s "$limit")
+   fi
 
    local folder here
    here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
    # Under /tmp whatever TMPDIR says: the path of a socket inside may not be longer than 107 characters.
    folder=$(mktemp -d "/tmp/slimrl-ray-$$-XXXX")
-   python3 "$here/ray_head.py" --folder "$folder" "$@" &
-   RAY_HEAD_PID=$!
+   python3 "$here/ray_node.py" --folder "$folder" "${role[@]}" "$@" &
+   RAY_NODE_PID=$!
+   if ((rank > 0)); then
+      wait "$RAY_NODE_PID" || fail 1 "node $rank of $nodes gave up; its message stands above"
+      exit 0
+   fi
    until [[ -f $folder/address ]]; do
-      if ! kill -0 "$RAY_HEAD_PID" 2>/dev/null; then
-         wait "$RAY_HEAD_PID" || fail 1 "Ray did not start; its message stands above"
+      if ! kill -0 "$RAY_NODE_PID" 2>/dev/null; then
+         wait "$RAY_NODE_PID" || fail 1 "Ray did not start; its message stands above"
       fi
       sleep 0.2
    done
    RAY_ADDRESS=$(<"$folder/address")
    export RAY_ADDRESS
+   local host=${RAY_ADDRESS#http://}
+   export no_proxy="$no_proxy,${host%:*}"
+   export NO_PROXY=$no_proxy
+}
+
+# fail, unless the variables that describe the nodes make sense together.
+ray_check_nodes() {
+   local nodes=$1 rank=$2
+   [[ $nodes =~ ^[1-9][0-9]*$ ]] || fail 2 "WORLD_SIZE=$nodes is no number of nodes; unset it for one node"
+   if ! [[ $rank =~ ^(0|[1-9][0-9]*)$ ]] || ((rank >= nodes)); then
+      fail 2 "RANK=$rank is not one of 0 to $((nodes - 1)), which WORLD_SIZE=$nodes allows; unset both for one node"
+   fi
+   [[ $3 =~ ^[1-9][0-9]*$ ]] || fail 2 "RAY_PORT=$3 is no port; give one above 1023, the same on every node"
+   [[ $4 =~ ^[1-9][0-9]*$ ]] || fail 2 "RAY_JOIN_TIMEOUT_S=$4 is no number of seconds; give one such as 600"
+   if ((nodes > 1)) && [[ -z ${MASTER_ADDR:-} ]]; then
+      fail 2 "WORLD_SIZE=$nodes needs MASTER_ADDR, the address of the node with RANK 0; set it on every node"
+   fi
+}
+
+# A cluster of one node has a token of its own; left to itself Ray would write one into the home folder.
+ray_choose_token() {
+   if (($1 > 1)) && [[ -z ${RAY_AUTH_TOKEN:-} ]]; then
+      export RAY_AUTH_MODE=disabled
+      say "whoever reaches the nodes can use this Ray cluster; to prevent it, set the same RAY_AUTH_TOKEN on all of them"
+      return
+   fi
+   export RAY_AUTH_MODE=token
+   if (($1 == 1)); then
+      RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
+   fi
+   export RAY_AUTH_TOKEN
 }
 
 # Runs a command as a Ray job and shows its output; returns non-zero where the job failed.
@@ -76,9 +121,9 @@ ray_end() {
    if [[ -n $RAY_SUBMIT_PID ]]; then
       kill "$RAY_SUBMIT_PID" 2>/dev/null || true
    fi
-   if [[ -n $RAY_HEAD_PID ]]; then
-      kill "$RAY_HEAD_PID" 2>/dev/null || true
-      wait "$RAY_HEAD_PID" 2>/dev/null || true
+   if [[ -n $RAY_NODE_PID ]]; then
+      kill "$RAY_NODE_PID" 2>/dev/null || true
+      wait "$RAY_NODE_PID" 2>/dev/null || true
    fi
    exit "$code"
 }

@@ -86,7 +86,7 @@ def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
     started.process.send_signal(signal.SIGKILL)
     started.process.wait(10)
     deadline = time.monotonic() + 60
-    heads = lambda: started.processes("ray_head.py") + started.processes("raylet")  # noqa: E731
+    heads = lambda: started.processes("ray_node.py") + started.processes("raylet")  # noqa: E731
     while heads() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert heads() == []

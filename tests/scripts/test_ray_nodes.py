@@ -1,0 +1,117 @@
+"""A Ray cluster of several nodes, each started by its own script: they come together and end, or say who is missing."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import harness
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+set -euo pipefail
+source scripts/lib/say.sh
+source scripts/lib/ray.sh
+ray_begin --host 127.0.0.1 --num-gpus 2 --object-store-memory 100000000
+ray_job python3 -c "$1"
+"""
+SLOTS = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU'], flush=True)"
+
+
+def node(rank: int, folder: Path, **variables: str) -> harness.Started:
+    """The script of one node; all nodes of a test stand on this machine."""
+    (folder / str(rank)).mkdir()
+    return harness.launch(
+        ["bash", "-c", SCRIPT, "script", SLOTS],
+        log=folder / f"{rank}.out",
+        run_dir=folder,
+        cwd=ROOT,
+        path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        home=folder / str(rank),
+        more={"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", **variables},
+    )
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def ray_folders(started: harness.Started) -> list[Path]:
+    return list(Path("/tmp").glob(f"slimrl-ray-{started.process.pid}-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_nodes_come_together_and_end_together(tmp_path):
+    variables = {"RAY_PORT": free_port(), "RAY_AUTH_TOKEN": os.urandom(32).hex()}
+    worker = node(1, tmp_path, **variables)  # before its head: it has to try again
+    time.sleep(2)
+    head = node(0, tmp_path, **variables)
+    done, worked = head.finish(150), worker.finish(60)
+    assert (done.code, worked.code) == (0, 0), done.output + worked.output
+    assert "2 of 2 nodes are here" in done.output
+    assert "slots 4.0" in done.output
+    assert f"the Ray head at 127.0.0.1:{variables['RAY_PORT']} has ended" in worked.output
+    assert (done.left, worked.left) == ([], [])
+    assert ray_folders(head) == ray_folders(worker) == []
+    for rank in "01":
+        assert not list((tmp_path / rank).glob(".ray*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_head_that_waits_in_vain_says_how_many_came(tmp_path):
+    head = node(0, tmp_path, RAY_PORT=free_port(), RAY_JOIN_TIMEOUT_S="2").finish(90)
+    assert head.code == 1
+    assert re.search(r"1 of 2 nodes \(WORLD_SIZE\) came within 2 s: [\d.]+; see why the others did not", head.output)
+    assert "set the same RAY_AUTH_TOKEN on all of them" in head.output
+    assert head.left == []
+
+
+def test_a_worker_without_a_head_gives_up_in_one_message(tmp_path):
+    port = free_port()
+    worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="1")
+    done = worker.finish(30)
+    assert done.code == 1
+    assert (
+        f"this node could not join the Ray head at 127.0.0.1:{port} (MASTER_ADDR, RAY_PORT) within 1 s" in done.output
+    )
+    assert done.left == [] and ray_folders(worker) == []
+
+
+def test_a_head_whose_port_is_taken_says_so(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = node(0, tmp_path, RAY_PORT=port).finish(30)
+    assert done.code == 1
+    assert f"port {port} of 127.0.0.1 is taken; set RAY_PORT to another one, on every node" in done.output
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number of nodes"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a"},
+            "RANK=2 is not one of 0 to 1, which WORLD_SIZE=2 allows",
+        ),
+        ({"RANK": "1"}, "RANK=1 is not one of 0 to 0, which WORLD_SIZE=1 allows"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs MASTER_ADDR, the address of the node with RANK 0"),
+        ({"RAY_PORT": "http"}, "RAY_PORT=http is no port"),
+        ({"RAY_JOIN_TIMEOUT_S": "1m"}, "RAY_JOIN_TIMEOUT_S=1m is no number of seconds"),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused_before_anything_starts(variables, sentence):
+    environment = {"PATH": "/usr/bin:/bin", **variables}
+    command = "source scripts/lib/say.sh; source scripts/lib/ray.sh; ray_begin"
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 30}
+    done = subprocess.run(["bash", "-c", command], **options)
+    assert done.returncode == 2
+    assert sentence in done.stderr and done.stderr.count("\n") == 1
