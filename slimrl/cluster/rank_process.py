@@ -58,7 +58,7 @@ class Rank:
 
     def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
         """Pushes the weights to every engine."""
-        report = self._updater.push(self._trainer.stages[0], version=version, check_equal=check_equal)
+        report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal)
         return dataclasses.asdict(report)
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:

@@ -61,3 +61,15 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
         else:
             remote.append(number)
     return Roles(sharing, tuple(remote))
+
+
+def partners(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:
+    """The ranks that must export weights together with `rank`: all that some chain of `groups` links to it.
+
+    `groups` are those that divide the model, of every rank: tensor, pipeline, expert and expert tensor parallel.
+    """
+    found, reached = set(), {rank}
+    while reached - found:
+        found = set(reached)
+        reached |= {member for group in groups if found & set(group) for member in group}
+    return found

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from slimrl.sglang.control import ServerControl as SglangServerControl
 from slimrl.weights.buckets import Bucket, BufferSource, iter_buckets
@@ -23,7 +23,7 @@ from slimrl.weights.equality import check_server, expected_checksums
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import Family, family_for
 from slimrl.weights.hf_files import read_hf_config
-from slimrl.weights.roles import EngineEndpoint, Roles, colocated_roles, split_roles
+from slimrl.weights.roles import EngineEndpoint, Roles, colocated_roles, partners, split_roles
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.transport_disk import DiskTransport
@@ -91,9 +91,9 @@ class WeightUpdater:
         self._engine_sizes = engine_sizes
         self._transports = transports
         self._bucket_bytes = bucket_bytes
-        self._tp_ranks = dist.get_process_group_ranks(source.parallel.tp_group)
-        self._senders = senders
         self._everyone = dist.new_group(backend="gloo")
+        self._partners = self._find_partners()
+        self._senders = senders
 
     @classmethod
     def create(
@@ -178,9 +178,10 @@ class WeightUpdater:
             transports.append(DistributedTransport(remote, remote_sizes, device, timeout_s))
         return cls(source, servers, sizes, transports, roles.senders, bucket_bytes)
 
-    def push(self, model: nn.Module, *, version: str, check_equal: bool = False) -> PushReport:
-        """Brings the weights of `model` (a bare GPTModel) into every server; collective over all trainer ranks.
+    def push(self, model: nn.Module | Sequence[nn.Module], *, version: str, check_equal: bool = False) -> PushReport:
+        """Brings the weights of `model` into every server; collective over all trainer ranks.
 
+        `model` is what this rank holds: a bare GPTModel, or its virtual stages.
         Raises WeightSyncError, on every rank, naming each server that failed or does not report `version`
         afterwards; with `check_equal` also where any tensor in a server differs from the trainer's.
         """
@@ -209,22 +210,23 @@ class WeightUpdater:
             names = ", ".join(f"{url} reports {found!r}" for url, found in other.items())
             raise WeightSyncError(f"after the push of weight version {version!r}, {names}: its weights are not the new")
 
-    def _send(self, model: nn.Module, version: str) -> tuple[int, int]:
+    def _send(self, model: nn.Module | Sequence[nn.Module], version: str) -> tuple[int, int]:
         """Sends every bucket; (bytes, buckets) of this rank.
 
         After a failure this rank still gathers to the end, because the others of its group wait for it.
         """
         num_bytes = buckets = 0
-        if not self._senders.intersection(self._tp_ranks):
+        if not self._senders & self._partners:
             return num_bytes, buckets
-        tensors = iter_hf_tensors(model, self._source.shape, self._source.family, self._source.parallel.tp_group)
+        tensors = self._export(model)
         if not self._transports:
             for _ in tensors:
                 pass
             return num_bytes, buckets
         working = list(self._transports)
         errors: list[WeightSyncError] = []
-        for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer):
+        together = self._source.family.names_with_next(self._source.shape)
+        for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer, together):
             num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
             for transport in tuple(working):
                 try:
@@ -236,11 +238,11 @@ class WeightUpdater:
             raise errors[0]
         return num_bytes, buckets
 
-    def _check_equal(self, model: nn.Module) -> None:
-        if LEAD not in self._tp_ranks:
+    def _check_equal(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        if LEAD not in self._partners:
             return
         source = self._source
-        tensors = iter_hf_tensors(model, source.shape, source.family, source.parallel.tp_group)
+        tensors = self._export(model)
         if source.parallel.rank != LEAD:
             for _ in tensors:
                 pass
@@ -250,6 +252,28 @@ class WeightUpdater:
         reports = on_all(self._servers, lambda server: server.weights_checksum(), "computing checksums")
         for server, size, report in zip(self._servers, self._engine_sizes, reports, strict=True):
             check_server(server.url, report, expected[size])
+
+    def _export(self, model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor) of the whole model; collective over this rank's partners."""
+        shape, family, parallel = self._source.shape, self._source.family, self._source.parallel
+        return iter_hf_tensors(
+            model,
+            shape,
+            family,
+            parallel.tp_group,
+            pp_group=parallel.pp_group,
+            ep_group=parallel.ep_group,
+            etp_group=parallel.etp_group,
+        )
+
+    def _find_partners(self) -> set[int]:
+        """The ranks that take part in an export together with this one; collective over all ranks."""
+        parallel = self._source.parallel
+        groups = (parallel.tp_group, parallel.pp_group, parallel.ep_group, parallel.etp_group)
+        own = [dist.get_process_group_ranks(group) for group in groups]
+        everyones: list[list[list[int]]] = [own] * self._everyone.size()
+        dist.all_gather_object(everyones, own, group=self._everyone)
+        return partners(parallel.rank, [ranks for groups in everyones for ranks in groups])
 
     def _together(self, step: Callable[[], Result], *, lead_only: bool = False) -> list[Result | None]:
         """Runs `step` on every rank (or only on the lead); an error on one becomes an error on all.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.weights.roles import EngineEndpoint, colocated_roles, split_roles
+from slimrl.weights.roles import EngineEndpoint, colocated_roles, partners, split_roles
 
 
 def engines(*slots: list[int]) -> list[EngineEndpoint]:
@@ -39,3 +39,13 @@ def test_a_gpu_that_would_be_source_and_receiver_of_a_broadcast_is_refused():
 def test_split_placement_sends_everything_from_rank_0():
     roles = split_roles(engines([2], [3]))
     assert roles.remote == (0, 1) and roles.senders == {0} and not roles.sharing
+
+
+def test_ranks_export_together_where_groups_link_them():
+    # 8 ranks: tensor parallel 2, pipeline parallel 2, and two copies of the model
+    tensor, pipeline = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert partners(0, tensor + pipeline) == {0, 1, 4, 5}
+    assert partners(6, tensor + pipeline) == {2, 3, 6, 7}
+    # experts shared out over both copies link them
+    assert partners(6, tensor + pipeline + [[0, 2], [1, 3], [4, 6], [5, 7]]) == set(range(8))
+    assert partners(1, [[0], [1]]) == {1}

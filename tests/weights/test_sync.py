@@ -50,7 +50,8 @@ def random_model(seed: int) -> nn.Module:
 
 
 def updater_for(*servers: RecordingServer, bucket_bytes: int = 4096, transport=None) -> WeightUpdater:
-    parallel = types.SimpleNamespace(rank=0, world_size=1, device=CPU, tp_group=dist.group.WORLD)
+    groups = {f"{axis}_group": dist.group.WORLD for axis in ("tp", "pp", "ep", "etp")}
+    parallel = types.SimpleNamespace(rank=0, world_size=1, device=CPU, **groups)
     transport = transport or TensorTransport([EngineLink(server, 1, (0,), None) for server in servers], CPU)
     sizes = [1] * len(servers)
     return WeightUpdater(ModelSource(SHAPE, FAMILY, parallel), servers, sizes, [transport], {0}, bucket_bytes)
