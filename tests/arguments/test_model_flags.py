@@ -53,9 +53,9 @@ def test_a_number_that_differs_from_the_config_is_named_with_both_values(recipe,
             "--qk-layernorm is given and config.json says model_type 'llama': leave --qk-layernorm out.",
         ),
         (
-            {"model_type": "qwen3_moe"},
-            "--hf-checkpoint has model_type 'qwen3_moe' and this version trains llama, qwen2, qwen3: give a model of"
-            " these families.",
+            {"model_type": "gpt_oss"},
+            "--hf-checkpoint has model_type 'gpt_oss' and this version trains llama, qwen2, qwen2_moe, qwen3,"
+            " qwen3_moe, glm4, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mimo: give a model of these families.",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},

@@ -18,20 +18,49 @@ def save_qwen3(folder: Path, *, seed: int, tied: bool = True, layers: int = 2) -
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        rms_norm_eps=1e-6,
-        initializer_range=0.1,
+    return _save(Qwen3ForCausalLM(Qwen3Config(**_SHAPE, num_hidden_layers=layers, tie_word_embeddings=tied)), folder)
+
+
+def save_qwen3_moe(folder: Path, *, seed: int) -> Path:
+    """The same with two layers of four experts, two of which each token goes to; `MOE_FLAGS` describes them."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        **_SHAPE,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
     )
-    model = Qwen3ForCausalLM(config)
+    return _save(Qwen3MoeForCausalLM(config), folder)
+
+
+_SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+    initializer_range=0.1,
+)
+MOE_FLAGS: dict[str, Any] = dict(
+    num_experts=4,
+    moe_layer_freq=[1, 1],
+    moe_ffn_hidden_size=32,
+    moe_router_topk=2,
+    moe_router_load_balancing_type=["none"],
+    moe_aux_loss_coeff=[0.0],
+    moe_token_dispatcher_type="alltoall",
+)
+
+
+def _save(model: torch.nn.Module, folder: Path) -> Path:
     with torch.no_grad():  # norms of exactly 1 would hide a norm that is not applied
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -60,6 +89,7 @@ def tiny_args(**changes: Any) -> Arguments:
         rotary_base=10000,
         max_position_embeddings=512,
         expert_tensor_parallel_size=1,
+        use_distributed_optimizer=False,
         data_pad_size_multiplier=1,
         num_rollout=2,
         num_steps_per_rollout=2,

@@ -17,7 +17,9 @@ class GradientArguments:
         False, "add and reduce gradients in fp32 (always so with --bf16)", spellings=("--grad-reduce-in-fp32",)
     )
     use_distributed_optimizer: bool = flag(
-        False, "spread the optimizer state over the data parallel slots (slime switches this on by force)"
+        True,
+        "spread the optimizer state over the data parallel slots (on, as slime has it; Megatron-LM's default is off)",
+        off=("--no-use-distributed-optimizer",),
     )
     num_distributed_optimizer_instances: int = flag(
         1,

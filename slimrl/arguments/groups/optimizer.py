@@ -17,8 +17,7 @@ class OptimizerArguments:
         "adam",
         "optimizer (adam decouples its weight decay: AdamW)",
         choices=("adam", "sgd", "muon", "dist_muon"),
-        not_served=_MUON,
-        served=("sgd",),
+        not_served="state of other optimizers is not saved and resumed here; use --optimizer adam",
     )
     lr: float = flag(1e-6, "learning rate after warm-up", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
@@ -57,7 +56,9 @@ class OptimizerArguments:
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "constant added to Adam's denominator", above=0)
-    sgd_momentum: float = flag(0.9, "momentum of --optimizer sgd", at_least=0, below=1)
+    sgd_momentum: float = flag(
+        0.9, "momentum of --optimizer sgd", at_least=0, below=1, not_served="use --optimizer adam"
+    )
     muon_momentum: float = flag(0.95, "Muon: momentum", not_served=_MUON)
     muon_split_qkv: bool = flag(
         True,

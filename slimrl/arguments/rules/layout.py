@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from slimrl.arguments.namespace import Arguments
@@ -19,17 +20,26 @@ def _training_slots(args: Arguments) -> str:
 
 
 def world_divides_by_model_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Training slots = data parallel size x tensor parallel size."""
-    tp = args.tensor_model_parallel_size
-    if args.debug_rollout_only or context.broken & (_ACTOR_FIELDS | {"tensor_model_parallel_size"}):
+    """Training slots = data x tensor x pipeline x context parallel size, and the same for the experts' layout."""
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+    if args.debug_rollout_only or context.broken & {*_ACTOR_FIELDS, *axes, *experts}:
         return
-    if args.actor_num_gpus % tp:
-        yield Problem(
-            "--tensor-model-parallel-size",
-            f"{_training_slots(args)} training slots do not divide by --tensor-model-parallel-size {tp}:"
-            " choose a divisor.",
-        )
-    elif tp > args.actor_num_gpus_per_node:
+    for names in (axes, experts) if args.num_experts is not None else (axes,):
+        sizes = {name: vars(args)[name] or 1 for name in names}
+        used = {name: size for name, size in sizes.items() if size > 1}
+        product = math.prod(used.values())
+        if args.actor_num_gpus % product:
+            shown = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in used.items())
+            several = len(used) > 1
+            total = f" = {product}" if several else ""
+            mend = "choose sizes whose product divides them" if several else "choose a divisor"
+            yield Problem(
+                "--" + next(iter(used)).replace("_", "-"),
+                f"{_training_slots(args)} training slots do not divide by {shown}{total}: {mend}.",
+            )
+    tp = args.tensor_model_parallel_size
+    if tp > args.actor_num_gpus_per_node:
         yield Problem(
             "--tensor-model-parallel-size",
             f"--tensor-model-parallel-size {tp} is more than --actor-num-gpus-per-node"

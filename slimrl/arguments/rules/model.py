@@ -16,7 +16,8 @@ from slimrl.arguments.rules.context import Context
 def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
     """Heads share the width, groups share the heads, padding only adds."""
     hidden, heads, groups = args.hidden_size, args.num_attention_heads, args.num_query_groups
-    if hidden and heads and "kv_channels" not in context.given and hidden % heads:
+    plain = not args.multi_latent_attention  # whose heads have widths of their own
+    if plain and hidden and heads and "kv_channels" not in context.given and hidden % heads:
         yield Problem(
             "--hidden-size",
             f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: give --kv-channels, the width"

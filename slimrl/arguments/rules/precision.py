@@ -1,0 +1,66 @@
+"""Rules about number formats, the optimizer's precision and overlapped communication."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+
+_FEWER_BITS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def few_bits_have_their_kernels(args: Arguments, context: Context) -> Iterator[Problem]:
+    """fp8 and fp4 are computed by Transformer Engine alone, from bf16 weights."""
+    for flag, value in (("--fp8-format", args.fp8_format), ("--fp4-format", args.fp4_format)):
+        if value is None:
+            continue
+        if importlib.util.find_spec("transformer_engine") is None:
+            yield Problem(
+                flag,
+                f"{flag} {value} needs a package that is not installed: install transformer_engine, or leave it out.",
+            )
+        if not args.bf16:
+            yield Problem(flag, f"{flag} {value} computes from bf16 weights: add --bf16.")
+    if args.fp8_format is not None and args.fp4_format is not None:
+        yield Problem(
+            "--fp4-format",
+            f"--fp8-format {args.fp8_format} and --fp4-format {args.fp4_format} exclude each other: give one.",
+        )
+    for flag, given, needed, needs in (
+        ("--fp8-param-gather", args.fp8_param_gather, args.fp8_format, "--fp8-format"),
+        ("--fp4-param-gather", args.fp4_param_gather, args.fp4_format, "--fp4-format"),
+    ):
+        if given and needed is None:
+            yield Problem(flag, f"{flag} belongs to {needs}: add it, or leave {flag} out.")
+
+
+def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[Problem]:
+    """State in fewer bits is the precision aware optimizer's; parts of it need the distributed optimizer."""
+    values = vars(args)
+    for name in _FEWER_BITS:
+        if values[name] != "fp32" and not args.use_precision_aware_optimizer:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                flag,
+                f"{flag} {values[name]} is kept by --use-precision-aware-optimizer only: add it, or leave {flag} out.",
+            )
+    for flag, given in (
+        ("--use-precision-aware-optimizer", args.use_precision_aware_optimizer),
+        ("--optimizer-cpu-offload", args.optimizer_cpu_offload),
+        ("--overlap-param-gather", args.overlap_param_gather),
+    ):
+        if given and not args.use_distributed_optimizer:
+            yield Problem(
+                flag,
+                f"{flag} needs the distributed optimizer: leave --no-use-distributed-optimizer out, or {flag}.",
+            )
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        yield Problem("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it.")
+    if args.overlap_cpu_optimizer_d2h_h2d and not args.optimizer_cpu_offload:
+        yield Problem(
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--overlap-cpu-optimizer-d2h-h2d belongs to --optimizer-cpu-offload: add it, or leave the first out.",
+        )

@@ -1,0 +1,277 @@
+"""Rules about experts, latent attention, pipeline stages and number formats: what passes, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments.derive import derive
+from slimrl.arguments.namespace import Arguments, all_flag_specs
+from slimrl.arguments.parser import parse_line
+from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES, Context
+
+RULES = {rule.__name__: rule for rule in MODEL_RULES + TRAINING_RULES}
+MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --actor-num-gpus-per-node 8"
+EXPERTS = "--num-experts 16 --moe-router-topk 4"
+
+# rule -> (lines that pass, lines that do not with their sentence)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "expert_flags_have_experts": (
+        ["", EXPERTS, "--moe-router-topk 2", f"{EXPERTS} --moe-ffn-hidden-size 32"],
+        [
+            (
+                "--moe-ffn-hidden-size 32",
+                "--moe-ffn-hidden-size describes experts and the model has none: give --num-experts, or leave it out.",
+            )
+        ],
+    ),
+    "experts_can_be_chosen": (
+        [EXPERTS, f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2"],
+        [
+            (
+                "--num-experts 16 --moe-router-topk 17",
+                "--moe-router-topk 17 is more than --num-experts 16: lower it.",
+            ),
+            (
+                f"{EXPERTS} --moe-router-num-groups 4",
+                "--moe-router-num-groups and --moe-router-group-topk belong together: give both, or neither.",
+            ),
+            (
+                f"{EXPERTS} --moe-router-num-groups 5 --moe-router-group-topk 2",
+                "--num-experts 16 does not divide by --moe-router-num-groups 5: choose a divisor.",
+            ),
+            (
+                f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 4",
+                "--moe-router-group-topk 4 is more than --moe-router-num-groups 2: lower it.",
+            ),
+            (
+                f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 3",
+                "--moe-router-topk 4 does not divide by --moe-router-group-topk 3, the groups that share the choice:"
+                " choose a divisor.",
+            ),
+        ],
+    ),
+    "router_is_consistent": (
+        [
+            f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+            " --moe-router-topk-scaling-factor 2.5",
+            f"{EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2",
+        ],
+        [
+            (
+                f"{EXPERTS} --moe-router-enable-expert-bias",
+                "--moe-router-enable-expert-bias works with sigmoid scores: add --moe-router-score-function sigmoid.",
+            ),
+            (
+                "--num-experts 16 --moe-router-topk 1",
+                "--moe-router-topk 1 with a softmax after the choice weighs every expert 1: add"
+                " --moe-router-pre-softmax.",
+            ),
+            (
+                f"{EXPERTS} --moe-router-topk-scaling-factor 2.5",
+                "--moe-router-topk-scaling-factor 2.5 works with sigmoid scores or --moe-router-pre-softmax: add one"
+                " of them, or leave it out.",
+            ),
+            (
+                f"{EXPERTS} --moe-aux-loss-coeff 0.1 0.2",
+                "--moe-aux-loss-coeff has 2 weights and --moe-router-load-balancing-type 1 kinds: give one weight for"
+                " each kind.",
+            ),
+            (
+                f"{EXPERTS} --moe-shared-expert-gate",
+                "--moe-shared-expert-gate scales a shared expert: give --moe-shared-expert-intermediate-size.",
+            ),
+            (
+                f"{EXPERTS} --moe-pad-expert-input-to-capacity",
+                "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor: give it, or leave the first"
+                " out.",
+            ),
+        ],
+    ),
+    "layers_have_a_kind": (
+        [f"{EXPERTS} --moe-layer-freq [0]*1+[1]*7", f"{EXPERTS} --moe-layer-freq 2"],
+        [
+            (
+                f"{EXPERTS} --moe-layer-freq [0]*1+[1]*8",
+                "--moe-layer-freq describes 9 layers and --num-layers is 8: make them agree.",
+            )
+        ],
+    ),
+    "experts_divide_over_slots": (
+        [f"{EXPERTS} --expert-model-parallel-size 8", f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"],
+        [
+            (
+                "--expert-model-parallel-size 2",
+                "--expert-model-parallel-size 2 shares experts and the model has none: leave it out.",
+            ),
+            (
+                f"{EXPERTS} --expert-model-parallel-size 3",
+                "--num-experts 16 does not divide by --expert-model-parallel-size 3: choose a divisor.",
+            ),
+            (
+                f"{EXPERTS} --tensor-model-parallel-size 2",
+                "--num-experts with --tensor-model-parallel-size 2 trains with --sequence-parallel only: add it.",
+            ),
+        ],
+    ),
+    "latent_flags_have_latent_attention": (
+        ["--multi-latent-attention --kv-lora-rank 16 --mscale 1.0", ""],
+        [
+            (
+                "--kv-lora-rank 16",
+                "--kv-lora-rank belongs to latent attention: add --multi-latent-attention, or leave it out.",
+            ),
+            (
+                "--position-embedding-type yarn",
+                "--position-embedding-type yarn is served with --multi-latent-attention only: use rope.",
+            ),
+        ],
+    ),
+    "latent_attention_is_plain_otherwise": (
+        ["--multi-latent-attention", "--rotary-interleaved"],
+        [
+            (
+                "--multi-latent-attention --rotary-interleaved",
+                "--rotary-interleaved and --multi-latent-attention exclude each other (its rotary channels have an"
+                " order of their own): leave the first out.",
+            ),
+            (
+                "--multi-latent-attention --use-rope-scaling",
+                "--use-rope-scaling is Llama 3's and --multi-latent-attention stretches with --rotary-scaling-factor:"
+                " leave the first out.",
+            ),
+        ],
+    ),
+    "world_divides_by_model_slots": (
+        [
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
+            f"{EXPERTS} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        ],
+        [
+            (
+                "--tensor-model-parallel-size 4 --context-parallel-size 4",
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training slots do not divide by"
+                " --tensor-model-parallel-size 4 x --context-parallel-size 4 = 16: choose sizes whose product divides"
+                " them.",
+            ),
+            (
+                f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training slots do not divide by"
+                " --expert-model-parallel-size 8 x --pipeline-model-parallel-size 2 = 16: choose sizes whose product"
+                " divides them.",
+            ),
+        ],
+    ),
+    "stages_are_several": (
+        ["--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3", ""],
+        [
+            (
+                "--decoder-first-pipeline-num-layers 3",
+                "--decoder-first-pipeline-num-layers 3 divides layers over pipeline stages and there is one: leave it"
+                " out, or raise --pipeline-model-parallel-size.",
+            )
+        ],
+    ),
+    "layers_divide_over_stages": (
+        [
+            "--pipeline-model-parallel-size 4",
+            "--pipeline-model-parallel-size 3 --decoder-last-pipeline-num-layers 2",
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"
+            " --decoder-last-pipeline-num-layers 5",
+            "--pipeline-model-parallel-size 3 --account-for-loss-in-pipeline-split",
+        ],
+        [
+            (
+                "--pipeline-model-parallel-size 3",
+                "--num-layers 8 = 8 layers do not divide over the 3 of --pipeline-model-parallel-size 3 stages: choose"
+                " a divisor, or set --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.",
+            ),
+            (
+                "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 3",
+                "--num-layers 8 - 3 on the first stage = 5 layers do not divide over the other 2 of"
+                " --pipeline-model-parallel-size 3 stages: choose a divisor, or set --decoder-first-pipeline-num-layers"
+                " and --decoder-last-pipeline-num-layers.",
+            ),
+        ],
+    ),
+    "virtual_stages_divide": (
+        [
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4",
+        ],
+        [
+            (
+                "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+                "--num-layers 8 does not divide by --pipeline-model-parallel-size 2 x"
+                " --num-layers-per-virtual-pipeline-stage 3 = 6: choose sizes whose product divides it.",
+            ),
+            (
+                "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+                " --num-virtual-stages-per-pipeline-rank 2",
+                "--num-layers-per-virtual-pipeline-stage 2 and --num-virtual-stages-per-pipeline-rank 2 say the same"
+                " in two ways: give one.",
+            ),
+        ],
+    ),
+    "optimizer_state_has_a_holder": (
+        [
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+            "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+            "--overlap-param-gather --overlap-grad-reduce",
+        ],
+        [
+            (
+                "--exp-avg-dtype bf16",
+                "--exp-avg-dtype bf16 is kept by --use-precision-aware-optimizer only: add it, or leave"
+                " --exp-avg-dtype out.",
+            ),
+            (
+                "--optimizer-cpu-offload --no-use-distributed-optimizer",
+                "--optimizer-cpu-offload needs the distributed optimizer: leave --no-use-distributed-optimizer out, or"
+                " --optimizer-cpu-offload.",
+            ),
+            ("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it."),
+            (
+                "--overlap-cpu-optimizer-d2h-h2d",
+                "--overlap-cpu-optimizer-d2h-h2d belongs to --optimizer-cpu-offload: add it, or leave the first out.",
+            ),
+        ],
+    ),
+    "few_bits_have_their_kernels": (
+        ["", "--bf16"],
+        [
+            (
+                "--bf16 --fp8-param-gather",
+                "--fp8-param-gather belongs to --fp8-format: add it, or leave --fp8-param-gather out.",
+            )
+        ],
+    ),
+}
+
+
+def broken(rule: str, line: str) -> list[str]:
+    parsed = parse_line(f"{MODEL} {line}".split(), all_flag_specs(), {})
+    assert parsed.problems == []
+    args = Arguments(**parsed.values)
+    derive(args)
+    return [str(problem) for problem in RULES[rule](args, Context("train.py", frozenset(parsed.values)))]
+
+
+@pytest.mark.parametrize(("rule", "line"), [(rule, line) for rule, (passing, _) in CASES.items() for line in passing])
+def test_what_keeps_a_rule_passes(rule: str, line: str):
+    assert broken(rule, line) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "sentence"),
+    [(rule, line, sentence) for rule, (_, failing) in CASES.items() for line, sentence in failing],
+)
+def test_what_breaks_a_rule_is_one_sentence(rule: str, line: str, sentence: str):
+    assert broken(rule, line) == [sentence]
+
+
+def test_fp8_without_transformer_engine_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert broken("few_bits_have_their_kernels", "--fp8-format e4m3") == [
+        "--fp8-format e4m3 needs a package that is not installed: install transformer_engine, or leave it out.",
+        "--fp8-format e4m3 computes from bf16 weights: add --bf16.",
+    ]
