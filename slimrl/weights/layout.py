@@ -39,8 +39,7 @@ def check_tensor_parallel(shape: ModelShape, size: int, expert_size: int = 1) ->
         "--tensor-model-parallel-size",
         size,
         ("--num-attention-heads", shape.num_attention_heads),
-        # one latent vector serves all heads, so there are no groups to divide
-        ("--num-query-groups", shape.num_query_groups if shape.latent is None else 0),
+        ("--num-query-groups", shape.num_query_groups),
         ("--ffn-hidden-size", shape.ffn_hidden_size),
         ("--moe-shared-expert-intermediate-size", shape.shared_ffn_hidden_size),
         ("the padded vocabulary size", shape.padded_vocab_size),

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from slimrl.arguments.hf_config import stated_flags
 from slimrl.weights.families import family_for
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
+
+_NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,35 +112,31 @@ class ModelShape:
         Raises ValueError for an unknown model_type or an entry that every such config must have.
         """
         family = family_for(hf_config)
-        needed = (
-            "num_hidden_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "vocab_size",
-        )
-        for key in needed:
+        for key in _NEEDED:
             if key not in hf_config:
                 raise ValueError(f"config.json of model_type {family.model_type} has no {key}: the file is incomplete")
-        return cls._from_flags(_flags(family.model_type, hf_config))
+        flags = stated_flags(hf_config)
+        return cls._from_flags(flags | {"padded_vocab_size": flags["vocab_size"]})
 
     @classmethod
     def _from_flags(cls, flags: Mapping[str, Any]) -> ModelShape:
+        latent = _latent(flags)
         dense = cls(
             num_layers=flags["num_layers"],
             hidden_size=flags["hidden_size"],
             ffn_hidden_size=flags["ffn_hidden_size"],
             num_attention_heads=flags["num_attention_heads"],
-            num_query_groups=flags["num_query_groups"],
-            kv_channels=flags["kv_channels"],
+            # one latent vector serves all heads, whose widths are its own
+            num_query_groups=0 if latent else flags["num_query_groups"],
+            kv_channels=0 if latent else flags["kv_channels"],
             vocab_size=flags["vocab_size"],
             padded_vocab_size=flags["padded_vocab_size"],
             tied=not flags["untie_embeddings_and_output_weights"],
             qk_layernorm=flags["qk_layernorm"],
             qkv_bias=flags["add_qkv_bias"],
-            latent=_latent(flags),
+            latent=latent,
         )
-        if flags.get("num_experts") is None:
+        if flags["num_experts"] is None:
             return dense
         return dataclasses.replace(
             dense,
@@ -158,7 +157,7 @@ def moe_layers(moe_layer_freq: int | list[int], num_layers: int) -> tuple[bool, 
 
 
 def _latent(flags: Mapping[str, Any]) -> LatentShape | None:
-    if not flags.get("multi_latent_attention"):
+    if not flags["multi_latent_attention"]:
         return None
     return LatentShape(
         q_lora_rank=flags["q_lora_rank"] or 0,
@@ -167,42 +166,3 @@ def _latent(flags: Mapping[str, Any]) -> LatentShape | None:
         qk_pos_emb_head_dim=flags["qk_pos_emb_head_dim"],
         v_head_dim=flags["v_head_dim"],
     )
-
-
-def _flags(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
-    heads = config["num_attention_heads"]
-    head_dim = 128 if model_type == "qwen3" else config["hidden_size"] // heads
-    experts = next((config[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if k in config), None)
-    layers = config["num_hidden_layers"]
-    dense_first = config.get("first_k_dense_replace") or 0
-    step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    # transformers writes one word per layer where published files count the dense layers
-    kinds = config.get("mlp_layer_types") or ["sparse" if n >= dense_first else "dense" for n in range(layers)]
-    return {
-        "num_layers": layers,
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": config.get("head_dim") or head_dim,
-        "vocab_size": config["vocab_size"],
-        "padded_vocab_size": config["vocab_size"],
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "qk_layernorm": model_type in ("qwen3", "qwen3_moe") or config.get("use_qk_norm", False),
-        "add_qkv_bias": model_type in ("qwen2", "qwen2_moe") or config.get("attention_bias", False),
-        "num_experts": experts,
-        "moe_layer_freq": [
-            int(kind == "sparse" and (n + 1) % step == 0 and n not in only) for n, kind in enumerate(kinds)
-        ],
-        "moe_ffn_hidden_size": config.get("moe_intermediate_size"),
-        "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size")
-        or (config.get("n_shared_experts") or 0) * config.get("moe_intermediate_size", 0),
-        "moe_shared_expert_gate": "shared_expert_intermediate_size" in config,
-        "moe_router_enable_expert_bias": "n_routed_experts" in config,
-        "multi_latent_attention": "kv_lora_rank" in config,
-        "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": config.get("kv_lora_rank"),
-        "qk_head_dim": config.get("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": config.get("qk_rope_head_dim"),
-        "v_head_dim": config.get("v_head_dim"),
-    }

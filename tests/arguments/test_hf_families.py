@@ -27,7 +27,7 @@ def model_args(model: str) -> list[str]:
 
 
 def sentences(model: str, more: str = "", **changes: Any) -> list[str]:
-    """What is said of the model's own flags and `more`, where config.json has `changes` (None: the key is not there)."""
+    """What is said of the model's own flags and `more`, with `changes` to config.json (None: no such key)."""
     config = {key: value for key, value in (published(model) | changes).items() if value is not None}
     args, _ = read_args([*model_args(model), *more.split()], entry="convert_hf_to_torch_dist.py")
     return [str(problem) for problem in disagreements(args, config)]

@@ -1,0 +1,105 @@
+"""Compares the model flags with a config.json, row by row of its family's table."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from slimrl.arguments.hf_config import decoder, experts
+from slimrl.arguments.hf_config.row import Config, FamilyTable, LayerPattern, Row, Switch, Value
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+
+TABLES: dict[str, FamilyTable] = {
+    table.model_type: table
+    for table in (
+        decoder.LLAMA,
+        decoder.QWEN2,
+        experts.QWEN2_MOE,
+        decoder.QWEN3,
+        experts.QWEN3_MOE,
+        decoder.GLM4,
+        experts.GLM4_MOE,
+        experts.DEEPSEEK_V3,
+        experts.KIMI_K2,
+        experts.GLM4_MOE_LITE,
+        decoder.MIMO,
+    )
+}
+MODEL_TYPES = tuple(TABLES)
+
+
+def disagreements(args: Arguments, config: Config) -> list[Problem]:
+    """One problem for each flag whose value is not the file's; none where they describe the same model."""
+    table = TABLES.get(config.get("model_type"))
+    if table is None:
+        sentence = (
+            f"--hf-checkpoint has model_type {config.get('model_type')!r} and this version trains"
+            f" {', '.join(MODEL_TYPES)}: give a model of these families."
+        )
+        return [Problem("--hf-checkpoint", sentence)]
+    problems = [
+        Problem("--hf-checkpoint", f"--hf-checkpoint has {what} in config.json, which is not served yet: use another.")
+        for unserved in table.unserved
+        if (what := unserved.found(config)) is not None
+    ]
+    rows = table.rows.values()
+    problems += [p for row in rows if isinstance(row, Value) and (p := _value(row, args, config)) is not None]
+    if args.normalization != "RMSNorm":
+        flag, given = "--normalization", args.normalization
+        sentence = f"{flag} is {given} and config.json says an RMSNorm model: give {flag} RMSNorm."
+        problems.append(Problem(flag, sentence))
+    return problems + [p for row in rows if isinstance(row, Switch) and (p := _switch(row, args, config)) is not None]
+
+
+def stated_flags(config: Config) -> dict[str, Any]:
+    """Field of `Arguments` to the value that config.json states, None where it leaves the flag open.
+
+    Raises KeyError for a model_type without a table.
+    """
+    table = TABLES[config["model_type"]]
+    return {field: row.stated(config) for field, row in table.rows.items()}
+
+
+def _value(row: Value, args: Arguments, config: Config) -> Problem | None:
+    flag = _flag(row)
+    given, wanted = vars(args)[row.field], row.stated(config)
+    given = row.unset if given is None else given
+    if isinstance(row, LayerPattern):
+        given, wanted = _pattern(given, args.num_layers), _pattern(wanted, args.num_layers)
+    if wanted is None:
+        if row.absent is None or given is None:
+            return None
+        return Problem(flag, f"{flag} is {given} and config.json says {row.absent}: leave {flag} out.")
+    if given is None:
+        if row.absent is None:  # a flag that every model needs: another rule's problem
+            return None
+        return Problem(
+            flag, f"{flag} is missing and config.json says {row.key(config)} {wanted}: give {flag} {wanted}."
+        )
+    if given == wanted:
+        return None
+    return Problem(flag, f"{flag} is {given} and config.json says {row.key(config)} {wanted}: give {flag} {wanted}.")
+
+
+def _switch(row: Switch, args: Arguments, config: Config) -> Problem | None:
+    wanted = row.stated(config)
+    if vars(args)[row.field] == wanted:
+        return None
+    # --disable-... sets its field to False: the flag is given where the field is False
+    given = row.is_on(config) is False
+    mend = f"leave {row.flag} out" if given else f"add {row.flag}"
+    state = "given" if given else "missing"
+    return Problem(row.flag, f"{row.flag} is {state} and config.json says {row.says(config)}: {mend}.")
+
+
+def _flag(row: Row) -> str:
+    return "--" + row.field.replace("_", "-")
+
+
+def _pattern(layers: int | list[int] | None, count: int | None) -> str | None:
+    """The layers as the flag is written, such as [0]*3+[1]*45, so that both spellings compare."""
+    if layers is None or count is None:
+        return None
+    each = [int(layer % layers == 0) for layer in range(count)] if isinstance(layers, int) else layers
+    return "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(each))
