@@ -4,56 +4,89 @@
     source scripts/models/qwen3-4B.sh
     python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint model-in --save model_torch_dist
 
-The model flags must describe the model in config.json. Weights keep their dtype unless --bf16 or --fp16 is
-given. --force replaces an existing output. Runs in one process, with or without a GPU.
+The model flags must describe the model in config.json. --hf-checkpoint is a folder or a model id (org/name), which
+is downloaded. Weights keep their dtype unless --bf16 or --fp16 is given. -f or --force replaces an existing output.
+Runs on any machine, with or without a GPU; the model is never in memory as a whole. Several processes share the work
+where torchrun starts them:
+
+    torchrun --nproc-per-node 4 tools/convert_hf_to_torch_dist.py ...
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import shutil
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from slimrl.arguments import Arguments, parse_args
 from slimrl.weights.families import family_for
 from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-from slimrl.weights.load import check_checkpoint, load_hf_checkpoint
+from slimrl.weights.hf_to_torch_dist import hf_to_torch_dist
+from slimrl.weights.hub import local_hf_folder
+from slimrl.weights.progress import ByteBar
 from slimrl.weights.shape import ModelShape
+from slimrl.weights.team import Team
 
 if TYPE_CHECKING:
     from slimrl.weights.families import Family
 
 NAME = Path(__file__).name
-# the checkpoint does not depend on the layout that wrote it, so one process with one device does
+FORCE = ("-f", "--force")
+HF_CHECKPOINT = "--hf-checkpoint"
+# the checkpoint does not depend on the layout that wrote it, so these are left out, with their values
 LAYOUT_FLAGS = (
     "--tensor-model-parallel-size",
+    "--sequence-parallel",
     "--pipeline-model-parallel-size",
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--microbatch-group-size-per-vp-stage",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
     "--context-parallel-size",
+    "--cp-comm-type",
+    "--hierarchical-context-parallel-sizes",
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
 )
-PIPELINE_FLAGS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 
 
 def without_layout(argv: list[str]) -> list[str]:
-    """The command line for a layout of one process; says so where another was asked for."""
-    given = [flag for flag in (*LAYOUT_FLAGS, *PIPELINE_FLAGS) if any(word.split("=")[0] == flag for word in argv)]
+    """The command line without its parallel layout; says so where there was one."""
+    kept: list[str] = []
+    given: list[str] = []
+    dropping = False
+    for word in argv:
+        if word.startswith("--"):
+            dropping = word.split("=")[0] in LAYOUT_FLAGS
+            given += [word.split("=")[0]] if dropping else []
+        if not dropping:
+            kept.append(word)
     if given:
         print(f"{NAME}: {', '.join(given)} ignored: the checkpoint is the same for every parallel layout.")
-    kept, words = [], iter(argv)
-    for word in words:
-        if word in PIPELINE_FLAGS:
-            next(words, None)
-        elif word.split("=")[0] not in PIPELINE_FLAGS:
-            kept.append(word)
-    return kept + [word for flag in LAYOUT_FLAGS for word in (flag, "1")]
+    return kept
+
+
+def with_local_model(argv: list[str]) -> list[str]:
+    """The command line with the folder of the model where it gives a model id."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag != HF_CHECKPOINT:
+            continue
+        if equals:
+            words[place] = f"{HF_CHECKPOINT}={local_hf_folder(HF_CHECKPOINT, value)}"
+        elif place + 1 < len(words):
+            words[place + 1] = str(local_hf_folder(HF_CHECKPOINT, words[place + 1]))
+    return words
 
 
 def leave_out_megatron_checkouts() -> None:
@@ -69,10 +102,10 @@ def leave_out_megatron_checkouts() -> None:
 
 def read_flags(argv: list[str]) -> tuple[Arguments, bool]:
     """The flags for one process, and whether --force was given. Exits with code 2 on any problem."""
-    force = "--force" in argv
-    flags = without_layout([word for word in argv if word != "--force"])
-    args = parse_args(flags, entry=NAME)
-    for flag, value in (("--hf-checkpoint", args.hf_checkpoint), ("--save", args.save)):
+    force = any(word in FORCE for word in argv)
+    flags = without_layout([word for word in argv if word not in FORCE])
+    args = parse_args(with_local_model(flags), entry=NAME)
+    for flag, value in ((HF_CHECKPOINT, args.hf_checkpoint), ("--save", args.save)):
         if value is None:
             raise ValueError(
                 f"{flag} is missing: it names the {'model to read' if 'hf' in flag else 'folder to write'}"
@@ -90,36 +123,26 @@ def keep_dtype(args: Arguments, family: Family) -> None:
         print(f"{NAME}: weights stored as {stored} are rounded to {'bfloat16' if args.bf16 else 'float16'}.")
 
 
-def convert(args: Arguments, *, force: bool) -> Path:
-    """Writes the checkpoint and returns its folder, or raises FileExistsError, FileNotFoundError or ValueError."""
-    hf_dir, target = Path(args.hf_checkpoint), Path(args.save)
-    if target.exists() and not force:
-        raise FileExistsError(f"--save {target} exists already: choose another folder, remove it or add --force")
-    family, shape = family_for(read_hf_config(hf_dir)), ModelShape.from_args(args)
-    with HfCheckpoint(hf_dir) as checkpoint:
-        check_checkpoint(checkpoint, shape, family)
+def convert(args: Arguments, team: Team, *, force: bool) -> Path:
+    """Writes the checkpoint and returns its folder, or raises what `hf_to_torch_dist` raises."""
+    hf_dir = Path(args.hf_checkpoint)
+    family = family_for(read_hf_config(hf_dir))
     keep_dtype(args, family)
     leave_out_megatron_checkouts()
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # on kernels that converting needs not
-    from slimrl.megatron import checkpoint as megatron_checkpoint
-    from slimrl.megatron import model as megatron_model
-    from slimrl.megatron import parallel
+    from slimrl.megatron.blueprint import model_blueprint
 
-    progress = functools.partial(tqdm, desc="converting", unit="tensor", disable=None)
-    partial = target.absolute().with_name(f".{target.absolute().name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what an earlier, killed run left
-    state = parallel.initialize(args, rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
-    try:
-        model = megatron_model.build_model(args, state)
-        load_hf_checkpoint(model, shape, family, hf_dir, progress=progress)
-        written = megatron_checkpoint.save_model_only(model, partial)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        parallel.shutdown()
-    return target / written.name
+    with ByteBar("converting", shown=team.leads) as bar:
+        return hf_to_torch_dist(
+            hf_dir,
+            Path(args.save),
+            ModelShape.from_args(args),
+            family,
+            lambda folder: model_blueprint(args, folder),
+            force=force,
+            team=team,
+            on_start=bar.start,
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,11 +153,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args, force = read_flags(argv)
-        folder = convert(args, force=force)
-    except (FileExistsError, FileNotFoundError, ValueError) as error:
-        print(f"{NAME}: {error}; nothing was written.", file=sys.stderr)
+        team = Team.from_environment(os.environ)
+        folder = convert(args, team, force=force)
+    except (OSError, ValueError, RuntimeError) as error:
+        hint = ", or add --force to replace it" if isinstance(error, FileExistsError) else ""
+        print(f"{NAME}: {error}{hint}; nothing was written.", file=sys.stderr)
         return 2
-    print(f"wrote {folder}")
+    except KeyboardInterrupt:
+        print(f"{NAME}: interrupted; nothing was written.", file=sys.stderr)
+        return 130
+    if team.leads:
+        print(f"wrote {folder}")
     return 0
 
 

@@ -4,50 +4,105 @@
     python tools/convert_torch_dist_to_hf.py --input-dir runs/x/iter_0000100 --output-dir model-out \
         --origin-hf-dir model-in
 
-The origin is the Hugging Face model that training started from: its config, tokenizer and dtypes are taken over.
-Runs on any machine, without a GPU and without Megatron.
+The origin is the Hugging Face model that training started from (a folder, or a model id, which is downloaded): its
+config, tokenizer and dtypes are taken over. Runs on any machine, without a GPU and without Megatron; the model is
+never in memory as a whole. Several processes share the files to write where torchrun starts them:
+
+    torchrun --nproc-per-node 4 tools/convert_torch_dist_to_hf.py ...
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import os
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from slimrl.weights.convert import torch_dist_to_hf
+from slimrl.weights.hf_shards import MAX_SHARD_BYTES
+from slimrl.weights.hub import local_hf_folder
+from slimrl.weights.progress import ByteBar
+from slimrl.weights.team import Team
+from slimrl.weights.torch_dist import resolve_checkpoint
+
+NAME = Path(__file__).name
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes of at least 1."""
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags of this tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input-dir", type=Path, required=True, help="the checkpoint's iter_xxxxxxx or release folder")
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--origin-hf-dir", type=Path, required=True, help="the Hugging Face model it began as")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--input-dir",
+        type=Path,
+        required=True,
+        help="the checkpoint's iter_xxxxxxx or release folder, or the one above it, whose newest checkpoint is taken",
+    )
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
+    parser.add_argument(
+        "--origin-hf-dir", required=True, help="the Hugging Face model it began as: a folder or a model id (org/name)"
+    )
+    parser.add_argument(
+        "--model-name", help="model family, for example qwen3_moe (default: model_type in the origin's config.json)"
+    )
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding to keep (default: as the origin)")
+    parser.add_argument(
+        "--chunk-size",
+        type=byte_count,
+        default=MAX_SHARD_BYTES,
+        help="bytes of tensors in one safetensors file, at most (default: %(default)s, 5 GiB)",
+    )
+    parser.add_argument(
+        "-a",
+        "--add-missing-from-origin-hf",
+        action="store_true",
+        help="take tensors that the checkpoint lacks from the origin (default: refuse)",
+    )
     parser.add_argument("-f", "--force", action="store_true", help="replace an existing output folder")
     return parser.parse_args(argv)
+
+
+def convert(args: argparse.Namespace, team: Team) -> None:
+    """Writes the folder, or raises what `torch_dist_to_hf` raises."""
+    with ByteBar("converting", shown=team.leads) as bar:
+        torch_dist_to_hf(
+            resolve_checkpoint(args.input_dir),
+            args.output_dir,
+            local_hf_folder("--origin-hf-dir", args.origin_hf_dir),
+            vocab_size=args.vocab_size,
+            model_name=args.model_name,
+            add_missing=args.add_missing_from_origin_hf,
+            force=args.force,
+            max_shard_bytes=args.chunk_size,
+            team=team,
+            on_start=bar.start,
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Converts; returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        torch_dist_to_hf(
-            args.input_dir,
-            args.output_dir,
-            args.origin_hf_dir,
-            vocab_size=args.vocab_size,
-            force=args.force,
-            progress=functools.partial(tqdm, desc="converting", unit="tensor", disable=None),
-        )
-    except (FileExistsError, FileNotFoundError, ValueError) as error:
-        hint = " (or --force)" if isinstance(error, FileExistsError) else ""
-        print(f"{Path(__file__).name}: {error}{hint}; nothing was written.", file=sys.stderr)
+        team = Team.from_environment(os.environ)
+        convert(args, team)
+    except (OSError, ValueError, RuntimeError) as error:
+        hint = ", or add --force to replace it" if isinstance(error, FileExistsError) else ""
+        print(f"{NAME}: {error}{hint}; nothing was written.", file=sys.stderr)
         return 2
-    print(f"wrote {args.output_dir}")
+    except KeyboardInterrupt:
+        print(f"{NAME}: interrupted; nothing was written.", file=sys.stderr)
+        return 130
+    if team.leads:
+        print(f"wrote {args.output_dir}")
     return 0
 
 

@@ -1,27 +1,53 @@
 """From a torch_dist checkpoint back to a Hugging Face folder, by the same table that loads one.
 
 Promises a folder with every tensor of the original exactly once, in the original's dtypes, beside the
-original's tokenizer and config; it appears whole or not at all. Needs no process group, no model, no GPU.
+original's tokenizer and config; it appears whole or not at all. Holds a few rows or one layer's tensors at a time.
+Needs no model and no GPU; several processes may share the work.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
-
-from slimrl.weights.families import Family, Row, family_for
-from slimrl.weights.hf_files import MAX_SHARD_BYTES, HfCheckpoint, HfWriter, read_hf_config
-from slimrl.weights.layout import from_shards, megatron_shape
+from slimrl.weights.families import FAMILIES, Family, Row, family_for
+from slimrl.weights.fp8_blocks import block_size
+from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
+from slimrl.weights.hf_shards import (
+    INDEX_NAME,
+    MAX_SHARD_BYTES,
+    Shard,
+    ShardWriter,
+    TensorSpec,
+    index_text,
+    plan_shards,
+)
+from slimrl.weights.layout import from_shards, hf_shapes, megatron_shape
 from slimrl.weights.names import check_hf_names, listed, redundant_head
+from slimrl.weights.new_folder import NewFolder, check_apart, partial_path
 from slimrl.weights.shape import ModelShape
+from slimrl.weights.team import Team
 from slimrl.weights.torch_dist import StoredTensor, TorchDistCheckpoint
 
 # what the original folder may hold besides the files a loader of the result wants
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_WORKERS = 4
+_ROWS_BYTES = 32 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A weight to carry over: from the checkpoint by its row, or by name from the original where it lacks it."""
+
+    specs: tuple[TensorSpec, ...]
+    row: Row | None = None
+    stored: StoredTensor | None = None
 
 
 def torch_dist_to_hf(
@@ -30,51 +56,116 @@ def torch_dist_to_hf(
     origin_hf_dir: Path,
     *,
     vocab_size: int | None = None,
+    model_name: str | None = None,
+    add_missing: bool = False,
     force: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[Sequence[Row]], Iterable[Row]] = iter,
+    team: Team | None = None,
+    on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
 ) -> None:
     """Writes the checkpoint `input_dir` as the Hugging Face folder `output_dir`, modelled on `origin_hf_dir`.
 
     `vocab_size` keeps that many rows of the embedding (default: what the origin's config.json says) and is
-    written to the new config.json. Raises FileExistsError for an existing output folder without `force`,
-    FileNotFoundError for missing inputs, ValueError naming a tensor that is missing, left over or of a wrong shape.
+    written to the new config.json. `model_name` chooses the family instead of config.json's model_type.
+    `add_missing` takes tensors that the checkpoint lacks, or the family's table has no row for, from the origin.
+    `on_start` is told the bytes this process writes, and what it returns the bytes of each finished part.
+    Raises FileExistsError for an existing output folder without `force`, FileNotFoundError for missing inputs,
+    ValueError naming a tensor that is missing, left over or of a wrong shape, or saying that the disk is too full.
     """
+    team = team or Team()
+    check_apart(output_dir, "--output-dir", origin_hf_dir, "--origin-hf-dir")
+    check_apart(output_dir, "--output-dir", input_dir, "--input-dir")
     config = read_hf_config(origin_hf_dir)
-    family = family_for(config)
-    shape = ModelShape.from_hf_config(config)
+    family = family_for(config) if model_name is None else family_named(model_name)
+    shape = ModelShape.from_hf_config({**config, "model_type": family.model_type})
+    if block_size(config) is not None:
+        del config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
         config["vocab_size"] = vocab_size
     checkpoint = TorchDistCheckpoint(input_dir)
-    places = _places(checkpoint, family, shape)
-    with (
-        HfCheckpoint(origin_hf_dir) as origin,
-        HfWriter(output_dir, max_shard_bytes=max_shard_bytes, replace=force) as writer,
-    ):
-        check_hf_names(origin.names, family, shape, str(origin.folder))
-        head = redundant_head(origin.names, family, shape)
-        for row in progress(list(places)):
-            for name, tensor in _hf_tensors(row, checkpoint.read(places[row]), shape):
-                writer.add(name, tensor.to(origin.dtype(name)))
-                if head is not None and row.hf == family.embedding.hf:
-                    writer.add(head, tensor.to(origin.dtype(head)))
-        check_hf_names(writer.names, family, shape, str(writer.folder))
-        writer.copy_files(_companions(Path(origin_hf_dir)))
-        writer.write_text("config.json", json.dumps(config, indent=2) + "\n")
+    with HfCheckpoint(origin_hf_dir) as origin:
+        jobs = _jobs(checkpoint, origin, family, shape, config, add_missing=add_missing)
+        shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
+        companions = _companions(Path(origin_hf_dir))
+        needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in companions)
+        folder = NewFolder(output_dir, replace=force, needed_bytes=needed if team.leads else 0)
+        mine = sorted(shards, key=lambda shard: -shard.nbytes)[team.rank :: team.size]
+        on_written = on_start(sum(shard.nbytes - len(shard.header) for shard in mine))
+        with team.joined():
+            try:
+                team.together(folder.open if team.leads else lambda: None)
+                convert = _Conversion(checkpoint, origin, shape, on_written)
+                team.together(lambda: convert.run(jobs, mine, partial_path(output_dir)))
+                if team.leads:
+                    _finish(folder.partial, shards, companions, config)
+                team.together(folder.commit if team.leads else lambda: None)
+            except BaseException:
+                if team.leads:
+                    folder.discard()
+                raise
 
 
-def _places(checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape) -> dict[Row, StoredTensor]:
-    """Where each row lies; refuses a checkpoint of another model before anything is written."""
-    places: dict[Row, StoredTensor] = {}
-    unused = checkpoint.model_keys
+def family_named(model_name: str) -> Family:
+    """The family of a name as users write it ("qwen3moe", "Qwen3MoeForCausalLM"), by its model_type."""
+    wanted = _plain(model_name)
+    for family in FAMILIES:
+        if _plain(family.model_type) == wanted:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ValueError(f"--model-name {model_name} is none of the families known: give one of {known}, or leave it out")
+
+
+def _plain(name: str) -> str:
+    plain = name.lower().replace("_", "").replace("-", "")
+    return plain.removesuffix("config").removesuffix("forcausallm")
+
+
+def _jobs(
+    checkpoint: TorchDistCheckpoint,
+    origin: HfCheckpoint,
+    family: Family,
+    shape: ModelShape,
+    config: dict[str, Any],
+    *,
+    add_missing: bool,
+) -> list[_Job]:
+    """All there is to write; refuses a checkpoint or an origin of another model before anything is written."""
+    carried = family.carried_prefixes(config)
+    if not add_missing:
+        check_hf_names(origin.names, family, shape, str(origin.folder), carried)
+    head = redundant_head(origin.names, family, shape)
+    jobs, named = [], set()
+    for row, stored in _places(checkpoint, family, shape, add_missing=add_missing).items():
+        shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, shape), strict=True))
+        if head is not None and row.hf == family.embedding.hf:
+            shapes[head] = next(iter(shapes.values()))
+        specs = tuple(TensorSpec(name, origin.dtype(name), size) for name, size in shapes.items())
+        jobs.append(_Job(specs, row, stored) if stored is not None else _Job(specs))
+        named |= shapes.keys()
+    for name in origin.names:
+        if name not in named and (add_missing or name.startswith(carried)):
+            jobs.append(_Job((TensorSpec(name, origin.dtype(name), origin.shape(name)),)))
+    return jobs
+
+
+def _places(
+    checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape, *, add_missing: bool
+) -> dict[Row, StoredTensor | None]:
+    """Where each row lies, None for one to be taken from the origin."""
+    places: dict[Row, StoredTensor | None] = {}
+    unused = checkpoint.sizes
     for row in family.rows(shape):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
-        if found is None:
+        places[row] = found
+        if found is None and not add_missing:
             raise ValueError(
                 f"{checkpoint.folder} lacks {row.megatron[0]}, which the {family.model_type} model in --origin-hf-dir"
-                f" ({shape.num_layers} layers) has: give the origin that the checkpoint was converted from"
+                f" ({shape.num_layers} layers) has: give the origin that the checkpoint was converted from, or"
+                " --add-missing-from-origin-hf to take such tensors from it"
             )
+        if found is None:
+            continue
         wanted = megatron_shape(row, dataclasses.replace(shape, padded_vocab_size=found.shape[0]))
         too_few = row.padded_vocab and found.shape[0] < shape.vocab_size
         if found.shape != wanted or too_few:
@@ -83,10 +174,11 @@ def _places(checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape) 
                 f"{checkpoint.folder}: {row.megatron[0]} has shape {list(found.shape)} but --origin-hf-dir"
                 f"{' (or --vocab-size)' if row.padded_vocab else ''} asks for {rows}: give the matching origin"
             )
-        places[row] = found
-        unused.discard(found.key)
-    deeper = [key for key in checkpoint.model_keys if (checkpoint.layers_of(key) or 0) > shape.num_layers]
-    if left_over := unused.union(deeper):
+        elements = 1
+        for length in found.shape:
+            elements *= length
+        unused[found.key] -= elements
+    if left_over := [key for key, elements in unused.items() if elements]:
         raise ValueError(
             f"{checkpoint.folder} holds {listed(left_over)} beyond the {family.model_type} model of {shape.num_layers}"
             " layers in --origin-hf-dir: give the origin that the checkpoint was converted from"
@@ -94,9 +186,78 @@ def _places(checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape) 
     return places
 
 
-def _hf_tensors(row: Row, stored: Tensor, shape: ModelShape) -> Iterable[tuple[str, Tensor]]:
-    # a checkpoint holds what one tensor-parallel rank of one would have
-    return zip([part.name for part in row.hf], from_shards(row, [stored], shape), strict=True)
+class _Conversion:
+    """Carries weights over in a few threads, each holding one part of one weight."""
+
+    def __init__(
+        self,
+        checkpoint: TorchDistCheckpoint,
+        origin: HfCheckpoint,
+        shape: ModelShape,
+        on_written: Callable[[int], object],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._origin = origin
+        self._shape = shape
+        self._on_written = on_written
+        self._stopped = threading.Event()
+
+    def run(self, jobs: Sequence[_Job], shards: Sequence[Shard], folder: Path) -> None:
+        """Writes the files of `shards` into `folder`."""
+        with ShardWriter(folder, shards) as writer:
+            mine = [job for job in jobs if any(spec.name in writer for spec in job.specs)]
+            parts = iter([part for job in mine for part in self._parts(job)])
+            lock = threading.Lock()
+
+            def work() -> None:
+                while not self._stopped.is_set():
+                    with lock:
+                        part = next(parts, None)
+                    if part is None:
+                        return
+                    self._carry(*part, writer)
+
+            with ThreadPoolExecutor(_WORKERS) as pool:
+                threads = [pool.submit(work) for _ in range(_WORKERS)]
+                try:
+                    wait(threads, return_when=FIRST_EXCEPTION)
+                finally:
+                    self._stopped.set()
+            for thread in threads:
+                thread.result()
+
+    def _parts(self, job: _Job) -> Iterator[tuple[_Job, slice | None]]:
+        """A table of the vocabulary in runs of rows, anything else whole."""
+        if job.stored is None or job.row is None or not job.row.padded_vocab:
+            yield job, None
+            return
+        vocab = job.specs[0].shape[0]
+        row_bytes = max(1, job.specs[0].nbytes // max(1, vocab))
+        step = max(1, _ROWS_BYTES // row_bytes)
+        for begin in range(0, vocab, step):
+            yield job, slice(begin, min(begin + step, vocab))
+
+    def _carry(self, job: _Job, rows: slice | None, writer: ShardWriter) -> None:
+        if job.stored is None or job.row is None:
+            tensors = [self._origin.tensor(spec.name) for spec in job.specs]
+        elif rows is not None:
+            # the padding lies behind these rows, which are the same on both sides
+            tensors = [self._checkpoint.read(job.stored, rows)] * len(job.specs)
+        else:
+            # a checkpoint holds what one tensor-parallel rank of one would have
+            tensors = from_shards(job.row, [self._checkpoint.read(job.stored)], self._shape)
+        for spec, tensor in zip(job.specs, tensors, strict=True):
+            if spec.name in writer:
+                self._on_written(writer.write(spec.name, tensor, first_row=rows.start if rows is not None else 0))
+
+
+def _finish(folder: Path, shards: Sequence[Shard], companions: Sequence[Path], config: dict[str, Any]) -> None:
+    """Everything beside the weights: tokenizer, index and, last, config.json, without which nothing loads it."""
+    for path in companions:
+        shutil.copyfile(path, folder / path.name)
+    if len(shards) > 1:
+        (folder / INDEX_NAME).write_text(index_text(shards), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _companions(origin: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Hugging Face checkpoint folders: reading tensors memory-mapped, and writing a folder that appears whole.
 
-Reading never copies a file into memory; writing goes to a temporary folder beside the target, which is
-renamed only when every tensor is in it. Called by the loader, the converters and the disk transport.
+Reading never copies a file into memory, nor keeps much of it mapped; writing goes to a temporary folder beside the
+target, which is renamed only when every tensor is in it. Called by the loader, the converters (reading) and the
+disk transport (writing).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slimrl.weights.fp8_blocks import SCALE_SUFFIX, block_size, dequantised
+from slimrl.weights.hf_shards import DTYPES, INDEX_NAME, MAX_SHARD_BYTES, SINGLE_NAME
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-MAX_SHARD_BYTES = 5 * 1024**3
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_REMAP_BYTES = 64 * 1024**2  # after so many bytes a file is mapped anew, which lets go of the pages read so far
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:
@@ -42,7 +41,7 @@ class HfCheckpoint:
     """The safetensors of one folder, opened lazily and memory-mapped; a context manager.
 
     Tensors handed out are views of the mapped files: do not write to them. Weights stored as blocks of fp8 are handed
-    out as the bfloat16 tensors that they stand for; their scales have no name here.
+    out as the bfloat16 tensors that they stand for; their scales have no name here. Threads may share a checkpoint.
     """
 
     def __init__(self, hf_dir: Path) -> None:
@@ -50,16 +49,17 @@ class HfCheckpoint:
         self.folder = Path(hf_dir)
         has_config = (self.folder / "config.json").is_file()
         self._block = block_size(read_hf_config(self.folder)) if has_config else None
-        self._open_files = contextlib.ExitStack()
-        self._handles: dict[Path, Any] = {}
+        self._handles: dict[Path, tuple[Any, contextlib.ExitStack]] = {}
+        self._read_bytes: dict[Path, int] = {}
+        self._lock = threading.Lock()
         self._files = self._find_files()
 
     def __enter__(self) -> HfCheckpoint:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._handles.clear()
-        self._open_files.close()
+        for path in list(self._handles):
+            self._let_go(path)
 
     @property
     def names(self) -> list[str]:
@@ -69,38 +69,54 @@ class HfCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """The full tensor, on the CPU. Raises ValueError where there is no such tensor, or only a quantised one."""
         self.dtype(name)
-        tensor = self._handle(name).get_tensor(name)
+        tensor = self._stored(name)
         if self._block is None or name + SCALE_SUFFIX not in self._files:
             return tensor
-        scale = self._handle(name + SCALE_SUFFIX).get_tensor(name + SCALE_SUFFIX)
-        return dequantised(tensor, scale, self._block)
+        return dequantised(tensor, self._stored(name + SCALE_SUFFIX), self._block)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape, from the file's header."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        with self._lock:
+            return tuple(self._handle(name).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """The tensor's dtype, from the file's header. Raises ValueError for a quantised tensor without scales."""
-        stored = self._handle(name).get_slice(name).get_dtype()
+        with self._lock:
+            stored = self._handle(name).get_slice(name).get_dtype()
         if stored == "F8_E4M3" and self._block is not None and name + SCALE_SUFFIX in self._files:
             return torch.bfloat16
-        if stored not in _DTYPES:
+        if stored not in DTYPES:
             raise ValueError(
-                f"{self._files[name]}: {name} is stored as {stored}, and only {', '.join(_DTYPES)} can be trained:"
+                f"{self._files[name]}: {name} is stored as {stored}, and only {', '.join(DTYPES)} can be trained:"
                 " use an unquantised checkpoint"
             )
-        return _DTYPES[stored]
+        return DTYPES[stored]
 
     def _is_scale(self, name: str) -> bool:
         return self._block is not None and name.endswith(SCALE_SUFFIX)
+
+    def _stored(self, name: str) -> Tensor:
+        with self._lock:
+            tensor = self._handle(name).get_tensor(name)
+            path = self._files[name]
+            self._read_bytes[path] += tensor.nbytes
+            if self._read_bytes[path] > _REMAP_BYTES:
+                self._let_go(path)  # the tensor keeps its own mapping
+        return tensor
 
     def _handle(self, name: str) -> Any:
         if name not in self._files:
             raise ValueError(f"{self.folder}: the checkpoint has no tensor {name}: it is incomplete")
         path = self._files[name]
         if path not in self._handles:
-            self._handles[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
-        return self._handles[path]
+            opened = contextlib.ExitStack()
+            self._handles[path] = (opened.enter_context(safe_open(path, framework="pt")), opened)
+            self._read_bytes[path] = 0
+        return self._handles[path][0]
+
+    def _let_go(self, path: Path) -> None:
+        _, opened = self._handles.pop(path)
+        opened.close()
 
     def _find_files(self) -> dict[str, Path]:
         index = self.folder / INDEX_NAME

@@ -1,40 +1,74 @@
-"""Reads tensors out of a torch_dist checkpoint, whole or one layer at a time, without process group or model.
+"""Reads tensors out of a torch_dist checkpoint, whole, one layer, one expert or some rows at a time.
 
-Promises to hold no more than the one tensor asked for. Megatron-core stores the layers of a homogeneous model
-either stacked along a new first dimension under one key, or one by one; both are found by a layer's tensor name.
+Promises to read straight into the tensor that is asked for, without process group, model or a copy of the file.
+Megatron-core stores the layers of a homogeneous model stacked along a first dimension under one key, or one by
+one, and a layer's experts stacked along the next; all of these are found by a single tensor's name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import re
-from io import BytesIO
+import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
 
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
-_MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.")
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _METADATA_NAME = ".metadata"
+_MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
+_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(\d+)\.(.*)")
+# an expert of its own in a list of experts, or a numbered weight of grouped experts
+_EXPERT = re.compile(r"(.*\.experts\.)(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.(?:weight|bias))(\d+))")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: a key, and the layer's place in it where layers are stacked."""
+    """Where a tensor lies: a key, and the place (layer, expert) in it where several are stacked."""
 
     key: str
-    layer: int | None
+    place: tuple[int, ...]
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One stored block of a tensor as bytes in a file."""
+
+    path: Path
+    begin: int
+
+
+def resolve_checkpoint(folder: Path) -> Path:
+    """The checkpoint that `folder` is, or that the tracker file in it names.
+
+    Raises FileNotFoundError where there is neither.
+    """
+    folder = Path(folder)
+    tracker = folder / TRACKER_NAME
+    if (folder / _METADATA_NAME).is_file() or not tracker.is_file():
+        return folder
+    named = tracker.read_text(encoding="utf-8").strip()
+    found = folder / (f"iter_{int(named):07d}" if named.isdigit() else named)
+    if not found.is_dir():
+        raise FileNotFoundError(f"{tracker} names {found.name}, which is not there: give the folder of a checkpoint")
+    return found
 
 
 class TorchDistCheckpoint:
-    """One checkpoint folder (`iter_...` or `release`)."""
+    """One checkpoint folder (`iter_...` or `release`); threads may share one."""
 
     def __init__(self, folder: Path) -> None:
         """Raises FileNotFoundError for a folder that is no checkpoint, naming the ones inside it."""
@@ -45,70 +79,135 @@ class TorchDistCheckpoint:
             raise FileNotFoundError(
                 f"{self.folder} is not a torch_dist checkpoint (it has no {_METADATA_NAME}): {mend}"
             )
-        self._reader = FileSystemReader(self.folder)
-        metadata: Metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        metadata: Metadata = FileSystemReader(self.folder).read_metadata()
+        self._storage = metadata.storage_data
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and key.startswith(_MODEL_PREFIXES)
         }
+        self._blocks: dict[tuple[str, torch.Size], _Block] = {}
+        self._lock = threading.Lock()
 
     @property
-    def model_keys(self) -> set[str]:
-        """The keys of the model's tensors; optimizer and other state is left out."""
-        return set(self._tensors)
+    def sizes(self) -> dict[str, int]:
+        """The number of elements under each key of the model; optimizer and other state is left out."""
+        return {key: entry.size.numel() for key, entry in self._tensors.items()}
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of a Megatron name (layers by number), None where the checkpoint has none."""
-        if name in self._tensors:
-            return StoredTensor(name, None, tuple(self._tensors[name].size))
-        match = _LAYER.fullmatch(name)
-        stacked = match and match.group(1) + match.group(3)
-        if not stacked or stacked not in self._tensors:
-            return None
-        count, *shape = self._tensors[stacked].size
-        layer = int(match.group(2))
-        return StoredTensor(stacked, layer, tuple(shape)) if layer < count else None
-
-    def layers_of(self, key: str) -> int | None:
-        """The number of layers under a stacked key, None for a key of one tensor."""
-        if key.startswith("decoder.layers.") and not _LAYER.fullmatch(key):
-            return self._tensors[key].size[0]
+        """The tensor of a Megatron name (layers and experts by number), None where the checkpoint has none."""
+        for key, place in _spellings(name):
+            entry = self._tensors.get(key)
+            if entry is None or len(place) > len(entry.size):
+                continue
+            if all(index < count for index, count in zip(place, entry.size, strict=False)):
+                return StoredTensor(key, place, tuple(entry.size[len(place) :]), entry.properties.dtype)
         return None
 
-    def read(self, stored: StoredTensor) -> Tensor:
-        """The tensor's values, in the dtype they are stored in."""
+    def read(self, stored: StoredTensor, rows: slice | None = None) -> Tensor:
+        """The tensor's values in the dtype they are stored in, or only those of some rows (`slice(begin, end)`).
+
+        Raises ValueError where the files do not hold what the metadata says.
+        """
+        shape = list(stored.shape)
+        first = 0
+        if rows is not None:
+            first, end, _ = rows.indices(shape[0])
+            shape[0] = end - first
         entry = self._tensors[stored.key]
-        stacked = stored.layer is not None
-        offsets = (stored.layer, *(0 for _ in stored.shape)) if stacked else tuple(0 for _ in stored.shape)
-        sizes = (1, *stored.shape) if stacked else stored.shape
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        target = torch.empty(sizes, dtype=entry.properties.dtype)
-        items = create_read_items_for_chunk_list(stored.key, entry, [chunk])
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        return target[0] if stacked else target
+        target = torch.empty(shape, dtype=entry.properties.dtype)
+        begin = (*stored.place, first, *(0 for _ in shape[1:])) if shape else stored.place
+        wanted = target[(None,) * len(stored.place)]
+        filled = sum(self._read_block(stored.key, chunk, wanted, begin) for chunk in entry.chunks)
+        if filled != target.numel():
+            raise ValueError(f"{self.folder}: {stored.key} is stored in part only: the checkpoint is damaged")
+        return target
+
+    def _read_block(self, key: str, chunk: ChunkStorageMetadata, wanted: Tensor, begin: tuple[int, ...]) -> int:
+        """Fills what `chunk` has of `wanted`, which starts at `begin` of the whole; returns the elements filled."""
+        low = [max(a, b) for a, b in zip(chunk.offsets, begin, strict=True)]
+        high = [
+            min(a + length, b + size)
+            for a, length, b, size in zip(chunk.offsets, chunk.sizes, begin, wanted.shape, strict=True)
+        ]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return 0
+        block = self._locate(key, chunk)
+        source = [slice(a - offset, b - offset) for a, b, offset in zip(low, high, chunk.offsets, strict=True)]
+        target = wanted[tuple(slice(a - offset, b - offset) for a, b, offset in zip(low, high, begin, strict=True))]
+        position = _contiguous_begin(source, chunk.sizes)
+        if position is not None and target.is_contiguous():
+            self._fill(block, position, target)
+        else:
+            whole = torch.empty(chunk.sizes, dtype=wanted.dtype)
+            self._fill(block, 0, whole)
+            target.copy_(whole[tuple(source)])
+        return target.numel()
+
+    def _fill(self, block: _Block, position: int, target: Tensor) -> None:
+        """Reads `target`'s bytes, from element `position` of the block on."""
+        view = memoryview(target.view(-1).view(torch.uint8).numpy())
+        begin, done = block.begin + position * target.dtype.itemsize, 0
+        descriptor = os.open(block.path, os.O_RDONLY)
+        try:
+            while done < len(view):  # one call reads 2 GiB at most
+                count = os.preadv(descriptor, [view[done:]], begin + done)
+                if count == 0:
+                    raise ValueError(f"{block.path} ends early: the checkpoint is damaged")
+                done += count
+        finally:
+            os.close(descriptor)
+
+    def _locate(self, key: str, chunk: ChunkStorageMetadata) -> _Block:
+        """Where the values of a stored block begin: it is a small archive that torch.save made."""
+        with self._lock:
+            known = self._blocks.get((key, chunk.offsets))
+        if known is not None:
+            return known
+        info = self._storage[MetadataIndex(key, chunk.offsets)]
+        path = self.folder / info.relative_path
+        if info.transform_descriptors:
+            raise ValueError(
+                f"{path}: {key} is stored compressed ({', '.join(info.transform_descriptors)}), which cannot be read:"
+                " save the checkpoint without transforms"
+            )
+        with path.open("rb") as file:
+            # on the meta device only the archive's directory is read, and says where the values are
+            empty = torch.load(
+                _create_file_view(file, info.offset, info.length), map_location="meta", weights_only=True
+            )
+        if empty.shape != chunk.sizes or not empty.is_contiguous():
+            raise ValueError(
+                f"{path}: a block of {key} has shape {list(empty.shape)} and the metadata says {list(chunk.sizes)}:"
+                " the checkpoint is damaged"
+            )
+        inside = empty.untyped_storage()._checkpoint_offset + empty.storage_offset() * empty.dtype.itemsize
+        block = _Block(path, info.offset + inside)
+        with self._lock:
+            self._blocks[key, chunk.offsets] = block
+        return block
 
 
-class _Into(LoadPlanner):
-    """Puts every piece that is read to its place in one tensor."""
+def _contiguous_begin(part: list[slice], sizes: torch.Size) -> int | None:
+    """The first element of a part of a block if it is one run of elements, else None."""
+    narrowed = False
+    for dim in range(len(sizes) - 1, -1, -1):
+        length = part[dim].stop - part[dim].start
+        if narrowed and length != 1:
+            return None
+        narrowed = narrowed or length != sizes[dim]
+    return sum(piece.start * math.prod(sizes[dim + 1 :]) for dim, piece in enumerate(part))
 
-    def __init__(self, target: Tensor) -> None:
-        self._target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        place = self._target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            place = place.narrow(dim, offset, length)
-        return place
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The piece was written through the view that `resolve_tensor` gave."""
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("the plan is made by TorchDistCheckpoint.read")
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise NotImplementedError("only tensors are read")
+def _spellings(name: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The keys under which a checkpoint may hold the tensor of this name, each with its place there."""
+    found: list[tuple[str, tuple[int, ...]]] = [(name, ())]
+    if match := _EXPERT.fullmatch(name):
+        prefix, number, rest, grouped, grouped_number = match.groups()
+        expert, tail = int(number or grouped_number), rest or grouped
+        found += [(f"{prefix}experts.{tail}", (expert,)), (f"{prefix}experts.{expert}.{tail}", ())]
+    for key, place in list(found):
+        if match := _LAYER.fullmatch(key):
+            before, layer, after = match.groups()
+            found.append((before + after, (int(layer), *place)))
+    return found

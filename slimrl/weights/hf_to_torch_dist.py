@@ -1,0 +1,110 @@
+"""From a Hugging Face folder to a torch_dist checkpoint, by the same table that loads one into a model.
+
+Promises what megatron-core's own save of the loaded model would write, entry for entry, without that model: each
+weight is read memory-mapped, put in order and written before the next. The folder appears whole or not at all;
+several processes may share the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from slimrl.megatron import checkpoint_folder
+from slimrl.weights.families import Family, Row
+from slimrl.weights.hf_files import HfCheckpoint
+from slimrl.weights.layout import to_shard
+from slimrl.weights.load import check_checkpoint
+from slimrl.weights.names import listed
+from slimrl.weights.new_folder import NewFolder, check_apart, check_space, partial_path
+from slimrl.weights.shape import ModelShape
+from slimrl.weights.team import Team
+from slimrl.weights.torch_dist_writer import MAX_FILE_BYTES, Blueprint, Weight, write_torch_dist
+
+
+def hf_to_torch_dist(
+    hf_dir: Path,
+    save_dir: Path,
+    shape: ModelShape,
+    family: Family,
+    blueprint_into: Callable[[Path | None], Blueprint],
+    *,
+    force: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    team: Team | None = None,
+    on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
+) -> Path:
+    """Writes `save_dir/release` and the tracker file that names it; returns the former.
+
+    `blueprint_into` says what the checkpoint holds, and writes megatron-core's own small files into the folder it
+    is given. `on_start` is told the bytes of the whole checkpoint, and what it returns those of each written block.
+    Raises FileExistsError for an existing, not empty `save_dir` without `force`, FileNotFoundError for missing
+    inputs, ValueError naming a tensor that is missing, left over or of another shape, or for a disk too full.
+    """
+    team = team or Team()
+    check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
+    with HfCheckpoint(hf_dir) as checkpoint:
+        check_checkpoint(checkpoint, shape, family)
+        folder = NewFolder(save_dir, replace=force)
+        root = partial_path(save_dir)
+        try:
+            if team.leads:
+                folder.open()
+                checkpoint_folder.begin(root, None)
+            release = checkpoint_folder.partial_path(root, None)
+            blueprint = blueprint_into(release if team.leads else None)
+            source = _Source(checkpoint, blueprint, shape, family)
+            on_written = on_start(blueprint.nbytes)
+            with team.joined():
+                team.together(lambda: check_space(folder.folder, blueprint.nbytes if team.leads else 0))
+                write_torch_dist(
+                    release,
+                    blueprint,
+                    source.read,
+                    rank=team.rank,
+                    world_size=team.size,
+                    max_file_bytes=max_file_bytes,
+                    on_written=on_written,
+                )
+                team.together(lambda: _commit(folder, root) if team.leads else None)
+        except BaseException:
+            if team.leads:
+                folder.discard()
+            raise
+    return Path(save_dir) / checkpoint_folder.folder_name(None)
+
+
+def _commit(folder: NewFolder, root: Path) -> None:
+    checkpoint_folder.commit(root, None)  # the tracker file comes last
+    folder.commit()
+
+
+class _Source:
+    """The model's weights by their Megatron names, out of the Hugging Face files."""
+
+    def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, shape: ModelShape, family: Family) -> None:
+        self._checkpoint = checkpoint
+        self._shape = shape
+        self._weights: dict[str, Weight] = {weight.name: weight for weight in blueprint.weights}
+        self._rows: dict[str, Row] = {}
+        for row in family.rows(shape):
+            name = next((name for name in row.megatron if name in self._weights), None)
+            if name is None:
+                raise ValueError(
+                    f"the model that the flags describe has no {row.megatron[0]}, which a {family.model_type} model"
+                    " has: use the flags of this model"
+                )
+            self._rows[name] = row
+        if unfilled := self._weights.keys() - self._rows.keys():
+            raise ValueError(
+                f"the model has {listed(unfilled)}, which no tensor of {checkpoint.folder} fills: the model flags"
+                f" describe something that the table of {family.model_type} does not name"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The values of one weight in the dtype it is stored in; a view of the mapped file where nothing changes."""
+        row = self._rows[name]
+        parts = [self._checkpoint.tensor(part.name) for part in row.hf]
+        return to_shard(row, parts, self._shape, rank=0, size=1).to(self._weights[name].pieces[0].dtype)

@@ -1,0 +1,135 @@
+"""A folder that appears whole or not at all: written beside its final place, renamed at the end.
+
+Promises that an interrupted run leaves nothing under the final name, that what exists is never replaced unasked,
+that two runs do not write the same folder at once, and that a full disk is noticed before the work. Called by
+the converters and the writer of Hugging Face folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+_GIB = 1024**3
+
+
+class NewFolder:
+    """A context manager; `partial` is the folder to write into while it is open."""
+
+    def __init__(self, folder: Path, *, replace: bool = False, needed_bytes: int = 0) -> None:
+        """`replace` allows an existing folder with files in it; `needed_bytes` must be free on its disk.
+
+        Raises FileExistsError or NotADirectoryError for what is in the way, ValueError for a disk too full.
+        """
+        self.folder = Path(folder).absolute()
+        self.partial = partial_path(self.folder)
+        self._lock: int | None = None
+        self._check_free(replace)
+        check_space(self.folder, needed_bytes)
+        self._replace = replace
+
+    def __enter__(self) -> NewFolder:
+        self.open()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            self.commit()
+        else:
+            self.discard()
+
+    def open(self) -> None:
+        """Makes the partial folder, empty. Raises FileExistsError where another process is writing it."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        if self.partial.exists():  # what a killed run left, or one that still runs
+            self._take_lock()
+            shutil.rmtree(self.partial)
+            self._release_lock()
+        self.partial.mkdir()
+        self._take_lock()
+
+    def commit(self) -> None:
+        """Puts the folder in its place. Raises FileExistsError where something came there meanwhile."""
+        try:
+            self._check_free(self._replace)
+            if self.folder.exists():
+                discarded = self.partial.with_suffix(".replaced")
+                shutil.rmtree(discarded, ignore_errors=True)
+                self.folder.rename(discarded)
+                self.partial.rename(self.folder)
+                shutil.rmtree(discarded)
+            else:
+                self.partial.rename(self.folder)
+        except OSError:
+            self.discard()
+            raise
+        self._release_lock()
+        _sync(self.folder.parent)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self._release_lock()
+
+    def _check_free(self, replace: bool) -> None:
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise NotADirectoryError(f"{self.folder} is a file: choose another folder")
+        if not replace and any(self.folder.iterdir()):
+            raise FileExistsError(f"{self.folder} exists already and is not empty: choose another folder or remove it")
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._release_lock()
+            raise FileExistsError(
+                f"{self.folder} is being written by another process: wait for it, or choose another folder"
+            ) from error
+        except OSError as error:
+            # some network file systems have no locks; two runs at once are then the user's to avoid
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def partial_path(folder: Path) -> Path:
+    """Where `folder` lies while it is written."""
+    folder = Path(folder).absolute()
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raises ValueError where the disk that `folder` would lie on has fewer than `needed_bytes` free."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"{folder} needs {needed_bytes / _GIB:.2f} GiB and its disk has {free / _GIB:.2f} GiB free:"
+            " make room or choose another folder"
+        )
+
+
+def check_apart(written: Path, flag: str, read: Path, read_flag: str) -> None:
+    """Raises ValueError where one of the two folders contains the other."""
+    first, second = Path(written).resolve(), Path(read).resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise ValueError(f"{flag} {written} and {read_flag} {read} contain each other: choose another {flag}")
+
+
+def _sync(folder: Path) -> None:
+    """Has a rename inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,272 @@
+"""Writes a torch_dist checkpoint tensor by tensor, so that no more than a few tensors are ever in memory.
+
+Owns the planning (which process and which file gets which tensor) and the writing; torch.distributed.checkpoint
+owns the format and, over several processes, the one metadata file. Called by the converter to torch_dist, which
+hands in a `Blueprint` (what megatron-core would store) and a function that reads one weight at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+MAX_FILE_BYTES = 5 * 1024**3
+WRITERS = 4  # threads of one process; each writes its own files and holds one weight at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One stored block: the part of the tensor `key` (of shape `full`) that begins at `offsets`."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    full: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight of the model, by its Megatron name, and the blocks that `cut` makes of its values, in order."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    cut: Callable[[Tensor], Sequence[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """What a checkpoint of one model holds: its weights, and small further objects as bytes by key."""
+
+    weights: tuple[Weight, ...]
+    objects: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+
+def write_torch_dist(
+    folder: Path,
+    blueprint: Blueprint,
+    read: Callable[[str], Tensor],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    on_written: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Writes this process' share of `blueprint` into the existing `folder`; process 0 adds the metadata.
+
+    `read` gives the values of one weight by its Megatron name, in the stored dtype; several threads call it. With
+    `world_size` > 1 torch.distributed must be open, and every process must hand in the same blueprint. Files are
+    closed once they exceed `max_file_bytes`. `on_written` is told the bytes of each finished block, from any thread.
+    Raises what `read` raises, in the process where it happened, and RuntimeError in the others.
+    """
+    planner = _Planner(blueprint, read, rank=rank, world_size=world_size)
+    writer = _StreamWriter(folder, planner, max_file_bytes, on_written)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=world_size == 1)
+        except CheckpointException as problem:
+            raise _first_cause(problem, rank) from problem
+
+
+def _first_cause(problem: CheckpointException, rank: int) -> BaseException:
+    """This process' own error where it has one, else whose error ended the writing."""
+    failed, (cause, _) = min(problem.failures.items(), key=lambda failure: failure[0] != rank)
+    return cause if failed == rank else RuntimeError(f"process {failed} failed: {cause}")
+
+
+class _Planner(SavePlanner):
+    """The plan of one process: whole weights, the largest first dealt to the process with the least so far."""
+
+    def __init__(
+        self, blueprint: Blueprint, read: Callable[[str], Tensor], *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.weights = _share(blueprint.weights, rank, world_size)
+        self._objects = blueprint.objects if rank == 0 else {}
+        self._read = read
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """The blueprint says everything; there is no state dict."""
+
+    def create_local_plan(self) -> SavePlan:
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        return SavePlan(objects + [_item(piece) for weight in self.weights for piece in weight.pieces])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> io.BytesIO:
+        return io.BytesIO(self._objects[write_item.index.fqn])
+
+    def blocks(self, weight: Weight) -> Iterator[tuple[WriteItem, Tensor]]:
+        """Reads one weight and yields its blocks, each with a storage of its own."""
+        blocks = weight.cut(self._read(weight.name))
+        for piece, block in zip(weight.pieces, blocks, strict=True):
+            block = block.detach().reshape(piece.sizes)
+            if block.dtype != piece.dtype or block.numel() != torch.Size(piece.sizes).numel():
+                raise ValueError(f"{piece.key} is stored as {piece.dtype} {list(piece.sizes)}, not as {block.dtype}")
+            # torch.save would write the whole storage of a view
+            own = block.is_contiguous() and block.untyped_storage().nbytes() == block.nbytes
+            yield _item(piece), block if own else block.clone(memory_format=torch.contiguous_format)
+
+
+def _share(weights: Sequence[Weight], rank: int, world_size: int) -> list[Weight]:
+    """The weights of one process, in the order of the blueprint."""
+    loads = [0] * world_size
+    mine = set()
+    for weight in sorted(weights, key=lambda weight: weight.nbytes, reverse=True):
+        owner = loads.index(min(loads))
+        loads[owner] += weight.nbytes
+        if owner == rank:
+            mine.add(weight.name)
+    return [weight for weight in weights if weight.name in mine]
+
+
+def _item(piece: Piece) -> WriteItem:
+    offsets = torch.Size(piece.offsets)
+    return WriteItem(
+        MetadataIndex(piece.key, offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offsets, torch.Size(piece.sizes)),
+            TensorProperties(dtype=piece.dtype),
+            torch.Size(piece.full),
+        ),
+    )
+
+
+class _StreamWriter(FileSystemWriter):
+    """torch's file writer with its writing replaced: torch's own keeps a whole file's tensors until it is closed."""
+
+    def __init__(
+        self, folder: Path, planner: _Planner, max_file_bytes: int, on_written: Callable[[int], object]
+    ) -> None:
+        super().__init__(folder)
+        self._planner = planner
+        self._max_file_bytes = max_file_bytes
+        self._on_written = on_written
+        self._stopped = threading.Event()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the plan's objects and weights; returns where each lies."""
+        names = _FileNames(self.path, plan.storage_data.prefix)
+        results = self._write_objects([item for item in plan.items if item.type is WriteItemType.BYTE_IO], names)
+        queue = _Queue(self._planner.weights)
+        with ThreadPoolExecutor(WRITERS) as pool:
+            threads = [pool.submit(self._write_files, queue, names) for _ in range(WRITERS)]
+            try:
+                wait(threads, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stopped.set()
+        for thread in threads:
+            results += thread.result()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_objects(self, items: list[WriteItem], names: _FileNames) -> list[WriteResult]:
+        if not items:
+            return []
+        results = []
+        with _new_file(path := names.next()) as stream:
+            for item in items:
+                begin = stream.tell()
+                stream.write(self._planner.resolve_data(item).getbuffer())
+                results.append(_result(item, path, begin, stream.tell()))
+        return results
+
+    def _write_files(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
+        """One thread's work: weights off the queue into a file after another, until none is left."""
+        results: list[WriteResult] = []
+        while (weight := queue.next()) is not None:
+            with _new_file(path := names.next()) as stream:
+                while weight is not None and not self._stopped.is_set():
+                    for item, block in self._planner.blocks(weight):
+                        begin = stream.tell()
+                        torch.save(block, stream)
+                        results.append(_result(item, path, begin, stream.tell()))
+                        self._on_written(block.nbytes)
+                    del block  # or it would stay in memory while the next one is read
+                    weight = queue.next() if stream.tell() < self._max_file_bytes else None
+            if self._stopped.is_set():
+                break
+        return results
+
+
+class _Queue:
+    """Hands out weights to threads, each once."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._weights = iter(weights)
+        self._lock = threading.Lock()
+
+    def next(self) -> Weight | None:
+        """The next weight, None where all are taken."""
+        with self._lock:
+            return next(self._weights, None)
+
+
+class _FileNames:
+    """Hands out file paths `<prefix><n>.distcp` to threads, each once."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder, self._prefix = Path(folder), prefix
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> Path:
+        """A new path."""
+        with self._lock:
+            self._count += 1
+            return self._folder / f"{self._prefix}{self._count - 1}.distcp"
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Any]:
+    """A file to write; its content is on the disk once this ends."""
+    with path.open("xb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _result(item: WriteItem, path: Path, begin: int, end: int) -> WriteResult:
+    return WriteResult(item.index, end - begin, _StorageInfo(path.name, begin, end - begin))
