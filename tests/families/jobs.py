@@ -1,0 +1,117 @@
+"""What the family tests run inside ranks: build, load, compute logits, export. Each job does many cases."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model in one layout; `args` describe both."""
+
+    name: str
+    args: Arguments
+    folder: Path
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank found: its logits [sequences] of [tokens, vocabulary], and every exported tensor's name in order.
+
+    `different` are the exported tensors that are not bit for bit those of the checkpoint.
+    """
+
+    logits: list[Tensor]
+    names: list[str]
+    different: list[str]
+
+
+def logits_and_export(
+    rank: int, world_size: int, init_method: str, cases: list[Case], sequences: list[list[int]]
+) -> dict[str, Outcome]:
+    """By case name: packed logits (for a single pipeline stage), and the weights exported as they were loaded.
+
+    All cases must have the same parallel sizes: the groups are opened once.
+    """
+    from slimrl.megatron import parallel
+
+    args = cases[0].args
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    try:
+        return {case.name: _one(case, state, sequences) for case in cases}
+    finally:
+        parallel.shutdown()
+
+
+def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
+    from slimrl.megatron import model
+    from slimrl.weights.families import family_for
+    from slimrl.weights.hf_files import read_hf_config
+    from slimrl.weights.load import load_hf_checkpoint
+    from slimrl.weights.shape import ModelShape
+
+    built = model.build_model(case.args, state).eval()
+    family, shape = family_for(read_hf_config(case.folder)), ModelShape.from_args(case.args)
+    load_hf_checkpoint(
+        built,
+        shape,
+        family,
+        case.folder,
+        tp_rank=state.tp_rank,
+        tp_size=state.tp_size,
+        etp_rank=state.etp_rank,
+        etp_size=state.etp_size,
+    )
+    logits = _packed_logits(built, state, case.args, sequences) if state.pp_size == 1 else []
+    names, different = _compare_export(built, shape, family, state, case.folder)
+    return Outcome(logits, names, different)
+
+
+def _packed_logits(built: Any, state: Any, args: Arguments, sequences: list[list[int]]) -> list[Tensor]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [len(sequence) for sequence in sequences]
+    tokens = [token for sequence in sequences for token in sequence]
+    padding = -len(tokens) % 8
+    bounds = torch.tensor([0, *lengths, *([padding] if padding else [])]).cumsum(0).to(torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    with torch.no_grad():
+        local = built(torch.tensor([tokens + [0] * padding]), None, None, packed_seq_params=params)
+    shards = [torch.empty_like(local) for _ in range(state.tp_size)]
+    torch.distributed.all_gather(shards, local, group=state.tp_group)
+    logits = torch.cat(shards, dim=-1)[0, : len(tokens), : args.vocab_size]
+    return list(logits.split(lengths))
+
+
+def _compare_export(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> tuple[list[str], list[str]]:
+    from slimrl.weights.export import iter_hf_tensors
+    from slimrl.weights.hf_files import HfCheckpoint
+
+    names, different = [], []
+    with HfCheckpoint(folder) as checkpoint:
+        for name, tensor in iter_hf_tensors(
+            built,
+            shape,
+            family,
+            state.tp_group,
+            pp_group=state.pp_group,
+            ep_group=state.ep_group,
+            etp_group=state.etp_group,
+        ):
+            names.append(name)
+            if not torch.equal(tensor, checkpoint.tensor(name)):
+                different.append(name)
+    return names, different
