@@ -1,0 +1,110 @@
+"""Families with latent attention: logits, loss and every gradient of packed sequences against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from tests.families import latent_jobs
+from tests.families.latent_jobs import PassResult
+from tests.families.toys import TOYS, Toy
+from tests.megatron.launch import RankPool
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ("deepseek-v3", "kimi-k2", "moonlight", "glm4-moe-lite")
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EXPERT = ("--expert-model-parallel-size", "2")
+LAYOUTS = {"one": (), "tp2": TENSOR, "ep2": EXPERT, "tp2-ep2": TENSOR + EXPERT}
+
+
+def flags_of(toy: Toy, *layout: str) -> Arguments:
+    """The model and layout as a conversion tool would be told them."""
+    from slimrl.arguments.parse import read_args
+
+    args, problems = read_args([*toy.flags, *layout], entry="convert_hf_to_torch_dist.py")
+    assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
+    args.use_distributed_optimizer = False  # it leaves each rank only its share of the gradients
+    return args
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("latent")
+    return {name: TOYS[name].save(root / name, tokenizer=False) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
+    """By family and layout, what each rank found."""
+    results: dict[tuple[str, str], list[PassResult]] = {}
+    for ranks, layouts in ((1, ("one",)), (2, ("tp2", "ep2", "tp2-ep2"))):
+        with RankPool(ranks) as pool:
+            for layout in layouts:
+                for name, folder in folders.items():
+                    args = flags_of(TOYS[name], *LAYOUTS[layout])
+                    results[name, layout] = pool.run(latent_jobs.one_pass, args, folder)
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, PassResult]:
+    """transformers and autograd, one sequence at a time."""
+    return {name: reference(TOYS[name], folder) for name, folder in folders.items()}
+
+
+def reference(toy: Toy, folder: Path) -> PassResult:
+    model = toy.load(folder)
+    ids = latent_jobs.tokens(toy.config["vocab_size"])
+    pieces = [model(sequence[None]).logits[0] for sequence in ids.split(latent_jobs.SEQUENCES)]
+    logits = torch.cat(pieces)
+    loss = torch.nn.functional.cross_entropy(logits, latent_jobs.labels(ids), reduction="sum")
+    (loss / ids.numel()).backward()
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            gradients[name] = parameter.grad
+            continue
+        before, kind = name.rsplit(".", 1)  # transformers computes with all experts in one tensor
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+        for expert, whole in enumerate(parameter.grad):
+            for part, tensor in zip(parts, whole.chunk(len(parts)), strict=True):
+                gradients[f"{before}.{expert}.{part}.weight"] = tensor
+    return PassResult(float(loss), logits.detach(), gradients)
+
+
+def furthest(actual: Tensor, wanted: Tensor) -> float:
+    """The largest difference, as a fraction of the largest value that was wanted."""
+    return float((actual - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_logits_and_loss_are_those_of_transformers(found, expected, name, layout):
+    wanted = expected[name]
+    for result in found[name, layout]:
+        assert furthest(result.logits, wanted.logits) < 1e-5
+        assert result.loss == pytest.approx(wanted.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_gradient_is_the_one_that_transformers_gives(found, expected, name, layout):
+    wanted = expected[name].gradients
+    for result in found[name, layout]:
+        assert result.gradients.keys() == wanted.keys()
+        far = {key: furthest(result.gradients[key], value) for key, value in wanted.items() if value.abs().max() > 0}
+        worst = max(far, key=far.__getitem__)
+        assert far[worst] < 1e-5, worst
+        # an expert that no token chose has none
+        assert all(not result.gradients[key].any() for key in wanted.keys() - far.keys())
+
+
+def test_training_with_tensor_but_without_sequence_parallelism_is_refused(folders: dict[str, Path]):
+    args = flags_of(TOYS["moonlight"], "--tensor-model-parallel-size", "2")
+    with RankPool(2) as pool, pytest.raises(RuntimeError, match="needs --sequence-parallel in training"):
+        pool.run(latent_jobs.one_pass, args, folders["moonlight"])
