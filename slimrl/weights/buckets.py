@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
 Unit = list[tuple[str, Tensor]]
 
 

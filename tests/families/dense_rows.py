@@ -98,7 +98,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_theta": 640000.0},
             "tie_word_embeddings": False,
         },
-        "flags": flags(2, 96, 640000, "1e-5", *GROUPED, *UNTIED, "--add-qkv-bias", "--mtp-num-layers", "1"),
+        "flags": flags(2, 96, 640000, "1e-5", *GROUPED, *UNTIED, "--add-qkv-bias"),
         "published": {
             "model_type": "mimo",
             "architectures": ["MiMoForCausalLM"],

@@ -35,7 +35,8 @@ def push(
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
     built = model.build_model(args, state)
-    load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    load_hf_checkpoint(built, shape, family, hf_dir, **places)
     make = getattr(WeightUpdater, way)
     more = (folder,) if way == "disk" else ()
     updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)

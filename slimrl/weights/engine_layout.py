@@ -1,0 +1,97 @@
+"""How an engine's ranks hold the weights: which Hugging Face tensors it joins, how it divides and pads them.
+
+The facts were read from SGLang 0.5.20. Used by the proof of equality alone: a push sends Hugging Face tensors, and the
+engine lays them out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from slimrl.weights.families import Row
+from slimrl.weights.families.table import Layout
+from slimrl.weights.shape import ModelShape
+
+VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
+HOST_FFN_MULTIPLE = 32  # on the CPU it pads each rank's part of the inner width of every MLP, too
+FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLayout:
+    """How many ranks divide an engine's tensors, and whether they lie in host memory."""
+
+    size: int
+    on_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTensor:
+    """A tensor of the engine: its name, how many rows of the table make it up, whether they are stacked or joined."""
+
+    name: str
+    rows: int = 1
+    stacked: bool = False
+
+    def join(self, shards: list[Tensor]) -> Tensor:
+        """The tensor, from what each of its rows gives."""
+        return torch.stack(shards) if self.stacked else torch.cat(shards)
+
+
+def engine_tensor(row: Row, shape: ModelShape) -> EngineTensor:
+    """Where the engine keeps a row's tensors."""
+    name = row.hf[0].name
+    if row.expert is not None:
+        module, _, projection = name.partition(f".experts.{row.expert}.")
+        matrix = "w2_weight" if projection.startswith("down_proj") else "w13_weight"
+        return EngineTensor(f"{module}.experts.{matrix}", shape.num_experts, stacked=True)
+    if shape.has("query_latent"):
+        for part in (".q_a_proj.", ".kv_a_proj_with_mqa."):
+            if part in name:
+                return EngineTensor(name.replace(part, ".fused_qkv_a_proj_with_mqa."), rows=2)
+    if row.layout is Layout.QKV:
+        name = name.replace(".q_proj.", ".qkv_proj.")
+    elif row.layout is Layout.GATE_UP:
+        name = name.replace(".gate_proj.", ".gate_up_proj.")
+    return EngineTensor(name)
+
+
+def engine_shard(row: Row, parts: list[Tensor], shape: ModelShape, layout: EngineLayout, rank: int) -> Tensor:
+    """The row's tensor on engine rank `rank`: its parts one after another, each padded and divided among the ranks.
+
+    Padding is with zeros. Key and value heads are repeated where there are fewer than ranks.
+    """
+    described = [part.dims for part in row.hf]
+    if row.layout is Layout.PACKED_GATE_UP:
+        described, parts = [("ffn", *described[0][1:])] * 2, list(parts[0].chunk(2))
+    shards = []
+    for part, dims in zip(parts, described, strict=True):
+        copies = max(1, layout.size // shape.num_query_groups) if dims[0] == "keys" else 1
+        for dim, name in enumerate(dims):
+            part = _padded(part, dim, _multiple(name, part.shape[dim], layout))
+        if row.shard_dim is not None:
+            length = part.shape[row.shard_dim] * copies // layout.size
+            part = part.narrow(row.shard_dim, rank // copies * length, length)
+        shards.append(part)
+    return torch.cat(shards)
+
+
+def _multiple(dimension: str, length: int, layout: EngineLayout) -> int:
+    """What the engine pads `length` to a multiple of."""
+    if dimension == "vocab":
+        padded = -(-length // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return VOCAB_MULTIPLE if padded % layout.size == 0 else VOCAB_MULTIPLE * layout.size
+    if dimension in FFN_WIDTHS and layout.on_host:
+        return HOST_FFN_MULTIPLE * layout.size
+    return 1
+
+
+def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    zeros = tensor.new_zeros([missing if index == dim else length for index, length in enumerate(tensor.shape)])
+    return torch.cat([tensor, zeros], dim)

@@ -1,0 +1,173 @@
+"""Every family in a real server: its answers before and after pushes from Megatron ranks are those of transformers.
+
+The server starts on one set of weights, gets a second through shared memory and a third by broadcast. The push itself
+proves that every tensor in the server is the trainer's, bit for bit; the log-probabilities prove that names, layouts
+and settings mean the same on all sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.sglang.server import ServerProcess
+from slimrl.weights.roles import EngineEndpoint
+from tests.families.toys import TOYS, Toy
+from tests.megatron.launch import RankPool
+from tests.weights import ranks
+
+pytestmark = pytest.mark.slow
+
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EXPERT = ("--expert-model-parallel-size", "2")
+PROMPT_TOKENS = 40
+NEW_TOKENS = 12
+# transformers adds 1e-6 to the variance of latent vectors whatever rms_norm_eps is; the server and Megatron add that
+LIMITS = {"moonlight": 3e-5, "glm4-moe-lite": 3e-5}
+LIMIT = 2e-6
+
+
+class Servers:
+    """Two servers at most: the one that is asked for, and the next family's, which starts meanwhile."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._running: dict[str, ServerProcess] = {}
+
+    def url(self, name: str) -> str:
+        """Waits until the server of this toy answers."""
+        order = list(TOYS)
+        wanted = order[order.index(name) :][:2]
+        for other in self._running.keys() - set(wanted):
+            self._running.pop(other).stop()
+        for each in wanted:
+            if each not in self._running:
+                self._start(TOYS[each])
+        self._running[name].wait_ready(120)
+        return self._running[name].url
+
+    def stop(self) -> None:
+        for server in self._running.values():
+            server.stop()
+
+    def _start(self, toy: Toy) -> None:
+        folder = toy.save(self.root / toy.name / "0", seed=0, tokenizer=False)
+        options: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "max_total_tokens": 2048,
+            "max_running_requests": 4,
+            "context_length": 512,
+        }
+        if toy.code is not None:
+            options["trust_remote_code"] = True
+        self._running[toy.name] = ServerProcess(folder, log_path=self.root / f"{toy.name}.log", options=options)
+        self._running[toy.name].start()
+
+
+@dataclasses.dataclass
+class Served:
+    """One toy and its server; `differences` are the mean absolute differences found so far."""
+
+    toy: Toy
+    url: str
+    root: Path
+
+    def folder(self, seed: int) -> Path:
+        folder = self.root / self.toy.name / str(seed)
+        return folder if folder.exists() else self.toy.save(folder, seed=seed, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    started = Servers(tmp_path_factory.mktemp("servers"))
+    with pytest.MonkeyPatch.context() as patch:
+        # where transformers copies a folder's own config class to
+        patch.setenv("HF_MODULES_CACHE", str(started.root / "modules"))
+        try:
+            yield started
+        finally:
+            started.stop()
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=TOYS)
+def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
+    return Served(TOYS[request.param], servers.url(request.param), servers.root)
+
+
+def flags_of(toy: Toy, *layout: str) -> Arguments:
+    from slimrl.arguments.parse import read_args
+
+    args, problems = read_args([*toy.flags, *layout], entry="convert_hf_to_torch_dist.py")
+    assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
+    return args
+
+
+def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float], str]:
+    """(sampled tokens, log-probabilities of the prompt but its first token and of the sample, weight version)."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        answer = json.loads(response.read())
+    meta = answer["meta_info"]
+    logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    return answer["output_ids"], logprobs, meta["weight_version"]
+
+
+def assert_serves(served: Served, seed: int, version: str) -> None:
+    """The server's log-probabilities are those of transformers for the weights of `seed`."""
+    vocab_size = served.toy.config["vocab_size"]
+    prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    for _ in range(2):  # the second time most of the prompt is cached
+        tokens, logprobs, reported = ask(served.url, prompt)
+        ids = torch.tensor([prompt + tokens])
+        logits = served.toy.reference_logits(served.folder(seed), ids)[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        difference = (torch.tensor(logprobs) - expected).abs()
+        print(f"{served.toy.name}: weights {version}, mean {difference.mean():.1e}, largest {difference.max():.1e}")
+        assert reported == version
+        assert difference.mean() < LIMITS.get(served.toy.name, LIMIT)
+
+
+def test_a_started_server_answers_with_transformers_log_probabilities(served: Served):
+    assert_serves(served, 0, "default")
+
+
+@pytest.mark.parametrize(("way", "seed"), [("colocated", 1), ("split", 2)])
+def test_pushed_weights_are_served_with_transformers_log_probabilities(
+    served: Served, trainer: RankPool, way: str, seed: int, tmp_path: Path
+):
+    moe = "--num-experts" in served.toy.flags
+    layout = EXPERT if moe and way == "colocated" else TENSOR
+    slots = [0] if way == "colocated" else [2]
+    results = trainer.run(
+        ranks.push,
+        flags_of(served.toy, *layout),
+        served.folder(seed),
+        [EngineEndpoint(served.url, slots)],
+        way,
+        str(seed),
+        tmp_path,
+        timeout_s=100,
+    )
+    assert all(not isinstance(result, str) for result in results), results
+    assert max(buckets for _, buckets in results) > 5
+    assert_serves(served, seed, str(seed))
