@@ -207,6 +207,9 @@ def activate() -> None:
     _unwrap_compiled_functions()
     _accept_cpu_tensor_types()
     _stay_on_cpu_in_cuda_calls()
+    # A default argument is bound when the module is read, before its `torch` is exchanged.
+    sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor
+    sharded_tensor.init_data.__defaults__ = (stand_in.empty,)
     _mend_expert_routing()
     random = sys.modules["megatron.core.tensor_parallel.random"]
     # The original queues a call for when CUDA initialises, which never happens: the state would silently not be set.

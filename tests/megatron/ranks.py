@@ -23,6 +23,10 @@ class StepResult:
     progress: list[tuple[int, int]]  # what was reported while it trained
 
 
+def _model_type(args: Arguments) -> str:
+    return "qwen3" if args.num_experts is None else "qwen3_moe"
+
+
 def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, target: Path) -> None:
     """Hugging Face folder to torch_dist checkpoint."""
     from slimrl.megatron import checkpoint, model, parallel
@@ -32,7 +36,7 @@ def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_di
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model.build_model(args, state)
-    family = family_for({"model_type": "qwen3"})
+    family = family_for({"model_type": _model_type(args)})
     shape = ModelShape.from_args(args)
     load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
     checkpoint.save_model_only(built, target)
@@ -50,11 +54,11 @@ def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
     if gradients:
         for parameter in parameters:
             parameter.data = parameter.main_grad.clone()
-    parallel, model_type = trainer.parallel, "qwen3" if trainer.args.num_experts is None else "qwen3_moe"
+    parallel = trainer.parallel
     pieces = iter_hf_tensors(
         trainer.stages,
         ModelShape.from_args(trainer.args),
-        family_for({"model_type": model_type}),
+        family_for({"model_type": _model_type(trainer.args)}),
         parallel.tp_group,
         pp_group=parallel.pp_group,
         ep_group=parallel.ep_group,

@@ -44,10 +44,11 @@ class ReferenceResult:
 
 
 def load_model(folder: Path) -> nn.Module:
-    """The Hugging Face model in float64 with plain attention."""
+    """The Hugging Face model in float64 with plain attention and one expert at a time."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
 
 
 def _split(batch: RolloutBatch) -> list[dict[str, Tensor]]:
@@ -106,8 +107,24 @@ def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: 
         result.losses.append(loss.item())
         result.gradient_norms.append(float(norm))
         result.clip_fractions.append(clipped)
-    result.weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    result.gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    result.weights = _as_published({name: p.detach().clone() for name, p in policy.named_parameters()})
+    result.gradients = _as_published({name: p.grad.clone() for name, p in policy.named_parameters()})
+    return result
+
+
+def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With each expert's tensors by themselves, as checkpoints have them; transformers stacks them in memory."""
+    result = {}
+    for name, tensor in tensors.items():
+        prefix, experts, kind = name.rpartition("experts.")
+        if not experts:
+            result[name] = tensor
+            continue
+        for number, own in enumerate(tensor):
+            parts = (
+                {"gate_proj": own.chunk(2)[0], "up_proj": own.chunk(2)[1]} if kind == "gate_up_proj" else {kind: own}
+            )
+            result |= {f"{prefix}experts.{number}.{part}.weight": value for part, value in parts.items()}
     return result
 
 
