@@ -1,0 +1,82 @@
+"""Which tensors an engine makes of a table's rows, and what each of its ranks holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from slimrl.weights.engine_layout import EngineLayout, engine_shard, engine_tensor
+from slimrl.weights.families import family_for
+from slimrl.weights.shape import LatentShape, ModelShape
+
+SHAPE = ModelShape(
+    num_layers=1,
+    hidden_size=3,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=2,
+    vocab_size=64,
+    padded_vocab_size=64,
+    tied=False,
+    qk_layernorm=True,
+    qkv_bias=False,
+    num_experts=5,
+    moe_layers=(True,),
+    moe_ffn_hidden_size=40,
+    expert_bias=True,
+    latent=LatentShape(q_lora_rank=6, kv_lora_rank=4, qk_head_dim=2, qk_pos_emb_head_dim=2, v_head_dim=2),
+)
+DEEPSEEK = family_for({"model_type": "deepseek_v3"})
+
+
+def row_of(name: str, shape: ModelShape = SHAPE, family=DEEPSEEK):
+    return next(row for row in family.rows(shape) if row.hf[0].name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "rows"),
+    [
+        ("experts.3.gate_proj", "experts.w13_weight", 5),
+        ("experts.0.down_proj", "experts.w2_weight", 5),
+        ("gate", "gate.weight", 1),
+    ],
+)
+def test_the_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows):
+    target = engine_tensor(row_of(f"model.layers.0.mlp.{name}.weight"), SHAPE)
+    assert (target.name, target.rows) == (f"model.layers.0.mlp.{engine}", rows)
+    assert target.stacked is (rows == 5)
+
+
+def test_both_projections_to_latent_vectors_are_one_matrix_where_queries_have_one():
+    attention = "model.layers.0.self_attn."
+    query, key = (row_of(f"{attention}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    joined = engine_tensor(query, SHAPE)
+    assert joined == engine_tensor(key, SHAPE) and joined.rows == 2
+    assert joined.name == f"{attention}fused_qkv_a_proj_with_mqa.weight"
+    assert joined.join([torch.zeros(6, 3), torch.ones(6, 3)]).tolist() == [[0.0] * 3] * 6 + [[1.0] * 3] * 6
+    # without a query latent there is nothing to join
+    latent = dataclasses.replace(SHAPE.latent, q_lora_rank=0)
+    plain = dataclasses.replace(SHAPE, latent=latent)
+    assert engine_tensor(row_of(key.hf[0].name, plain), plain).name == key.hf[0].name
+
+
+def test_an_experts_gate_and_up_are_padded_and_divided_each_on_its_own():
+    row = row_of("model.layers.0.mlp.experts.0.gate_proj.weight")
+    gate, up = torch.arange(120.0).view(40, 3) + 1, -torch.arange(120.0).view(40, 3) - 1
+    on_gpu = engine_shard(row, [gate, up], SHAPE, EngineLayout(2, on_host=False), 1)
+    assert torch.equal(on_gpu, torch.cat([gate[20:], up[20:]]))
+    # on the CPU 40 becomes 64: rank 0 holds rows 0 to 31, rank 1 the last eight and zeros
+    on_cpu = engine_shard(row, [gate, up], SHAPE, EngineLayout(2, on_host=True), 1)
+    zeros = torch.zeros(24, 3)
+    assert torch.equal(on_cpu, torch.cat([gate[32:], zeros, up[32:], zeros]))
+
+
+def test_a_packed_gate_and_up_is_divided_in_its_halves():
+    dense = dataclasses.replace(SHAPE, num_experts=0, moe_layers=(), latent=None)
+    row = row_of("model.layers.0.mlp.gate_up_proj.weight", dense, family_for({"model_type": "glm4"}))
+    packed = torch.arange(384.0).view(128, 3)
+    shard = engine_shard(row, [packed], dense, EngineLayout(2, on_host=True), 0)
+    assert torch.equal(shard, torch.cat([packed[:32], packed[64:96]]))
