@@ -55,7 +55,7 @@ def one_pass(rank: int, world_size: int, init_method: str, args: Arguments, fold
         seen: list[tuple[Tensor, Tensor]] = []
 
         def step(_: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
-            logits = _all_columns(module(ids[None], None, None, packed_seq_params=_packed()), state, args.vocab_size)
+            logits = logits_of(module, state, args.vocab_size)
             loss = torch.nn.functional.cross_entropy(logits, labels(ids), reduction="sum")
             seen.append((loss.detach().clone(), logits.detach()))
             return logits, lambda _: (loss, torch.tensor(ids.numel(), dtype=torch.int), {})
@@ -85,10 +85,11 @@ def _packed() -> Any:
     )
 
 
-def _all_columns(local: Tensor, state: Any, vocab_size: int) -> Tensor:
-    """[tokens, vocabulary]; a rank's gradient reaches its own columns."""
+def logits_of(module: torch.nn.Module, state: Any, vocab_size: int) -> Tensor:
+    """Logits [tokens, vocabulary] of the packed sequences; a rank's gradient reaches its own columns."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+    local = module(tokens(vocab_size)[None], None, None, packed_seq_params=_packed())
     return gather_from_tensor_model_parallel_region(local, group=state.tp_group)[0, :, :vocab_size]
 
 

@@ -1,0 +1,62 @@
+"""What the conversion tests run in a process of its own: both converters, one model after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.families import latent_jobs
+from tests.tools.converting import ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Journey:
+    """A model's flags, where it is, and where its torch_dist and its second Hugging Face folder shall be."""
+
+    flags: tuple[str, ...]
+    hf: Path
+    torch_dist: Path
+    back: Path
+
+
+def there_and_back(rank: int, world_size: int, init_method: str, journeys: list[Journey]) -> None:
+    """Runs both tools on each model; raises SystemExit's code as RuntimeError where one refuses."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import convert_hf_to_torch_dist
+    import convert_torch_dist_to_hf
+
+    for journey in journeys:
+        source, target = str(journey.hf), str(journey.torch_dist)
+        back = ["--input-dir", target, "--output-dir", str(journey.back), "--origin-hf-dir", source]
+        for tool, argv in (
+            (convert_hf_to_torch_dist, [*journey.flags, "--hf-checkpoint", source, "--save", target]),
+            (convert_torch_dist_to_hf, [*back, "--chunk-size", "100000"]),
+        ):
+            try:
+                code = tool.main(argv)
+            except SystemExit as refused:
+                code = refused.code
+            if code:
+                raise RuntimeError(f"{tool.NAME} ended with {code} on {journey.hf.name}")
+
+
+def logits_from_torch_dist(
+    rank: int, world_size: int, init_method: str, flags: tuple[str, ...], folder: Path
+) -> Tensor:
+    """Packed logits [tokens, vocabulary] of the model loaded from `folder` in the layout of `flags`."""
+    from slimrl.arguments import read_args
+    from slimrl.megatron import checkpoint, model, parallel
+
+    args, _ = read_args(flags, entry="convert_hf_to_torch_dist.py")
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    try:
+        built = model.build_model(args, state).eval()
+        checkpoint.load_model_only(built, folder)
+        with torch.no_grad():
+            return latent_jobs.logits_of(built, state, args.vocab_size)
+    finally:
+        parallel.shutdown()

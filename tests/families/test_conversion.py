@@ -1,0 +1,115 @@
+"""Every family from Hugging Face files to torch_dist and back, bit for bit, through the tools that users run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slimrl.weights.fp8_blocks import dequantised
+from tests.families import conversion_jobs, latent_jobs
+from tests.families.conversion_jobs import Journey
+from tests.families.toys import TOYS
+from tests.megatron.launch import RankPool
+
+pytestmark = pytest.mark.slow
+
+FP8 = "deepseek-v3 in fp8"
+PREDICTING = "deepseek-v3 with a predicting layer"
+RESHARDED = ("deepseek-v3", "moonlight", "qwen3-moe")
+LAYOUT = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2")
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the folder's index; more than one file."""
+    files = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+    assert len(files) > 1 and files == {path.name for path in folder.glob("*.safetensors")}
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+
+
+def rewrite(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+    """Adds entries to config.json, and `tensors` in the place of those of the same names."""
+    path, index_path = folder / "config.json", folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    index = json.loads(index_path.read_text())
+    for file in set(index["weight_map"].values()):
+        kept = {name: tensor for name, tensor in load_file(folder / file).items() if name not in tensors}
+        save_file(kept, folder / file, metadata={"format": "pt"})
+    save_file(tensors, folder / "changed.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(tensors, "changed.safetensors")
+    index_path.write_text(json.dumps(index))
+
+
+def add_predicting_layer(folder: Path) -> None:
+    """The layer after the last one, as published: a layer's tensors, and those that only it has."""
+    stored = tensors_of(folder)
+    last, extra = "model.layers.2.", "model.layers.3."
+    tensors = {extra + name.removeprefix(last): t.clone() for name, t in stored.items() if name.startswith(last)}
+    tensors |= {f"{extra}{name}.weight": torch.rand(64).bfloat16() for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[extra + "eh_proj.weight"] = torch.randn(64, 128).bfloat16()
+    rewrite(folder, {"num_nextn_predict_layers": 1}, tensors)
+
+
+def quantise(folder: Path) -> None:
+    """The attention's matrices as 8-bit floats with a scale for each block of 32 x 16."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in tensors_of(folder).items():
+        if "_proj" in name and "self_attn" in name:
+            rows, columns = -(-weight.shape[0] // 32), -(-weight.shape[1] // 16)
+            tensors[name] = (64 * weight.float()).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = (1 + torch.rand(rows, columns)) / 64
+    published = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
+    rewrite(folder, {"quantization_config": published}, tensors)
+
+
+@pytest.fixture(scope="module")
+def journeys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Journey]:
+    """All models, converted there and back by one process."""
+    root, made = tmp_path_factory.mktemp("journeys"), {}
+    for name in (*TOYS, FP8, PREDICTING):
+        toy = TOYS[name.split(" ")[0]]
+        # resharded models are compared with single-precision logits
+        hf = toy.save(root / name / "hf", dtype="fp32" if name in RESHARDED else "bf16", tokenizer=False)
+        made[name] = Journey(toy.flags, hf, root / name / "torch_dist", root / name / "back")
+    quantise(made[FP8].hf)
+    add_predicting_layer(made[PREDICTING].hf)
+    with RankPool(1) as pool:
+        pool.run(conversion_jobs.there_and_back, list(made.values()), timeout_s=300)
+    return made
+
+
+@pytest.mark.parametrize("name", [*TOYS, PREDICTING])
+def test_every_tensor_comes_back_bit_for_bit_in_its_dtype(journeys, name):
+    before, after = tensors_of(journeys[name].hf), tensors_of(journeys[name].back)
+    assert before.keys() == after.keys()
+    different = [key for key, t in before.items() if after[key].dtype != t.dtype or not torch.equal(after[key], t)]
+    assert different == []
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (journeys[name].hf, journeys[name].back)]
+    assert configs[0] == configs[1]
+
+
+def test_fp8_weights_come_back_as_the_bf16_that_they_stand_for(journeys):
+    before, after = tensors_of(journeys[FP8].hf), tensors_of(journeys[FP8].back)
+    scales = {name for name in before if name.endswith("_scale_inv")}
+    assert len(scales) == 3 * 5 and after.keys() == before.keys() - scales
+    for name, tensor in after.items():
+        if f"{name}_scale_inv" in scales:
+            assert torch.equal(tensor, dequantised(before[name], before[f"{name}_scale_inv"], (32, 16)))
+        else:
+            assert torch.equal(tensor, before[name])
+    assert "quantization_config" not in json.loads((journeys[FP8].back / "config.json").read_text())
+
+
+def test_a_converted_checkpoint_computes_the_same_over_tensor_and_expert_ranks(journeys):
+    with RankPool(2) as pool:
+        for name in RESHARDED:
+            toy, journey = TOYS[name], journeys[name]
+            found = pool.run(conversion_jobs.logits_from_torch_dist, (*toy.flags, *LAYOUT), journey.torch_dist)
+            ids = latent_jobs.tokens(toy.config["vocab_size"]).split(latent_jobs.SEQUENCES)
+            wanted = torch.cat([toy.reference_logits(journey.hf, sequence[None])[0] for sequence in ids])
+            for logits in found:
+                assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
