@@ -71,7 +71,7 @@ def engine_shard(row: Row, parts: list[Tensor], shape: ModelShape, layout: Engin
     for part, dims in zip(parts, described, strict=True):
         copies = max(1, layout.size // shape.num_query_groups) if dims[0] == "keys" else 1
         for dim, name in enumerate(dims):
-            part = _padded(part, dim, _multiple(name, part.shape[dim], layout))
+            part = _padded(part, dim, _padded_length(name, part.shape[dim], row, shape, layout))
         if row.shard_dim is not None:
             length = part.shape[row.shard_dim] * copies // layout.size
             part = part.narrow(row.shard_dim, rank // copies * length, length)
@@ -79,18 +79,27 @@ def engine_shard(row: Row, parts: list[Tensor], shape: ModelShape, layout: Engin
     return torch.cat(shards)
 
 
-def _multiple(dimension: str, length: int, layout: EngineLayout) -> int:
-    """What the engine pads `length` to a multiple of."""
+def _padded_length(dimension: str, length: int, row: Row, shape: ModelShape, layout: EngineLayout) -> int:
+    """What the engine makes of a dimension's `length`."""
     if dimension == "vocab":
-        padded = -(-length // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        return VOCAB_MULTIPLE if padded % layout.size == 0 else VOCAB_MULTIPLE * layout.size
-    if dimension in FFN_WIDTHS and layout.on_host:
-        return HOST_FFN_MULTIPLE * layout.size
-    return 1
+        padded = _rounded_up(length, VOCAB_MULTIPLE)
+        return padded if padded % layout.size == 0 else _rounded_up(length, VOCAB_MULTIPLE * layout.size)
+    if dimension not in FFN_WIDTHS or not layout.on_host:
+        return length
+    multiple = HOST_FFN_MULTIPLE * layout.size
+    if ".shared_experts." in row.hf[0].name:
+        # so many experts of the routed ones' width, which is rounded up before it is multiplied
+        experts = shape.shared_ffn_hidden_size // shape.moe_ffn_hidden_size
+        return experts * _rounded_up(shape.moe_ffn_hidden_size, multiple)
+    return _rounded_up(length, multiple)
 
 
-def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
-    missing = -tensor.shape[dim] % multiple
+def _rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _padded(tensor: Tensor, dim: int, padded: int) -> Tensor:
+    missing = padded - tensor.shape[dim]
     if not missing:
         return tensor
     zeros = tensor.new_zeros([missing if index == dim else length for index, length in enumerate(tensor.shape)])

@@ -80,3 +80,11 @@ def test_a_packed_gate_and_up_is_divided_in_its_halves():
     packed = torch.arange(384.0).view(128, 3)
     shard = engine_shard(row, [packed], dense, EngineLayout(2, on_host=True), 0)
     assert torch.equal(shard, torch.cat([packed[:32], packed[64:96]]))
+
+
+def test_shared_experts_are_as_wide_as_so_many_padded_routed_ones():
+    shape = dataclasses.replace(SHAPE, shared_ffn_hidden_size=80)  # two of 40; 40 becomes 64
+    row = row_of("model.layers.0.mlp.shared_experts.down_proj.weight", shape)
+    down = torch.arange(240.0).view(3, 80)
+    shard = engine_shard(row, [down], shape, EngineLayout(2, on_host=True), 1)
+    assert torch.equal(shard, torch.cat([down[:, 64:], torch.zeros(3, 48)], dim=1))
