@@ -4,18 +4,14 @@
 #    bash scripts/run-qwen3-4B.sh            # training and generation take turns on all 8 GPUs
 #    bash scripts/run-qwen3-4B.sh --split    # 2 GPUs train, 6 generate
 #    bash scripts/run-qwen3-4B.sh --async    # the same, generating the next rollout while this one is trained on
+#    bash scripts/run-qwen3-4B.sh --tiny     # a toy of its family on this machine's CPU (also --split/--async --tiny)
 #
 # Models and data are looked for, and checkpoints written, under BASE (default /root); docs/quickstart.md says how to
 # fetch them. Further arguments go to train.py and win over those below. Where RAY_ADDRESS is set, the job is submitted
 # to the cluster there; otherwise a Ray head is started for it and ended with it.
-# shellcheck source-path=SCRIPTDIR
+# shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
-SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
-source "$SCRIPT_DIR/lib/say.sh"
-source "$SCRIPT_DIR/lib/ray.sh"
-source "$SCRIPT_DIR/models/qwen3-4B.sh"
-cd -- "$SCRIPT_DIR/.."
-BASE=${BASE:-/root}
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate)
@@ -29,6 +25,7 @@ case ${1:-} in
       shift
       ;;
 esac
+recipe_model qwen3-4B qwen3 "$@"
 
 CKPT_ARGS=(
    # What SGLang loads first, and the tokenizer.
@@ -68,38 +65,28 @@ EVAL_ARGS=(
 
 PERF_ARGS=(
    --bf16
-   --tensor-model-parallel-size 2
-   --sequence-parallel
+   --tensor-model-parallel-size 2 --sequence-parallel
    --pipeline-model-parallel-size 1
    --context-parallel-size 1
-   --expert-model-parallel-size 1
-   --expert-tensor-parallel-size 1
-   --recompute-granularity full
-   --recompute-method uniform
-   --recompute-num-layers 1
+   --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
    # A longer sample makes a micro-batch of its own; none is ever cut.
-   --use-dynamic-batch-size
-   --max-tokens-per-gpu 9216
+   --use-dynamic-batch-size --max-tokens-per-gpu 9216
 )
 
 GRPO_ARGS=(
    --advantage-estimator grpo
    # With coefficient 0 the KL is only watched.
-   --use-kl-loss
-   --kl-loss-coef 0.00
-   --kl-loss-type low_var_kl
+   --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
-   --eps-clip 0.2
-   --eps-clip-high 0.28
+   --eps-clip 0.2 --eps-clip-high 0.28
 )
 
 OPTIMIZER_ARGS=(
    --optimizer adam
-   --lr 1e-6
-   --lr-decay-style constant
+   --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
-   --adam-beta1 0.9
-   --adam-beta2 0.98
+   --adam-beta1 0.9 --adam-beta2 0.98
    --use-distributed-optimizer
 )
 
@@ -108,24 +95,4 @@ SGLANG_ARGS=(
    --sglang-mem-fraction-static "$MEM_FRACTION"
 )
 
-MISC_ARGS=(
-   --attention-dropout 0.0
-   --hidden-dropout 0.0
-   --accumulate-allreduce-grads-in-fp32
-   --attention-softmax-in-fp32
-   --use-tensorboard
-)
-
-ray_begin --num-gpus 8
-ray_job python3 "$ENTRY" \
-   "${PLACEMENT_ARGS[@]}" \
-   "${MODEL_ARGS[@]}" \
-   "${CKPT_ARGS[@]}" \
-   "${ROLLOUT_ARGS[@]}" \
-   "${EVAL_ARGS[@]}" \
-   "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" \
-   "${OPTIMIZER_ARGS[@]}" \
-   "${SGLANG_ARGS[@]}" \
-   "${MISC_ARGS[@]}" \
-   "$@"
+recipe_run "$ENTRY"

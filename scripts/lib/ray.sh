@@ -83,7 +83,7 @@ ray_check_nodes() {
 ray_choose_token() {
    if (($1 > 1)) && [[ -z ${RAY_AUTH_TOKEN:-} ]]; then
       export RAY_AUTH_MODE=disabled
-      say "whoever reaches the nodes can use this Ray cluster; to prevent it, set the same RAY_AUTH_TOKEN on all of them"
+      say "whoever reaches the nodes can use this cluster; to prevent it, set the same RAY_AUTH_TOKEN on all of them"
       return
    fi
    export RAY_AUTH_MODE=token

@@ -1,0 +1,122 @@
+# shellcheck shell=bash disable=SC2034 source-path=SCRIPTDIR
+# What the recipes (scripts/run-*.sh) share: the model, where things lie, and the run itself, on GPUs or tiny on a CPU.
+#
+#    source scripts/lib/recipe.sh
+#    recipe_model qwen3-30B-A3B qwen3_moe "$@"      # MODEL_ARGS of the model; its family; the recipe's own arguments
+#    PLACEMENT_ARGS=(...) CKPT_ARGS=(...) ROLLOUT_ARGS=(...) EVAL_ARGS=(...) PERF_ARGS=(...)
+#    GRPO_ARGS=(...) OPTIMIZER_ARGS=(...) SGLANG_ARGS=(...)
+#    recipe_run train.py
+#
+# Models and data are looked for, and checkpoints written, under BASE (default /root). Arguments of a recipe go to
+# train.py behind its arrays and win over them. `--tiny` as the first one runs the recipe on this machine's CPU: a toy
+# of the model's family, made on the spot, learns additions for two rollouts with the recipe's model flags (other
+# sizes), algorithm and optimizer.
+
+LIB_DIR=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+source "$LIB_DIR/say.sh"
+source "$LIB_DIR/ray.sh"
+
+GPUS_PER_NODE=8
+BASE=${BASE:-/root}
+MISC_ARGS=(
+   --attention-dropout 0.0
+   --hidden-dropout 0.0
+   --accumulate-allreduce-grads-in-fp32
+   --attention-softmax-in-fp32
+   --use-tensorboard
+)
+PLACEMENT_ARGS=()
+CKPT_ARGS=()
+ROLLOUT_ARGS=()
+EVAL_ARGS=()
+PERF_ARGS=()
+GRPO_ARGS=()
+OPTIMIZER_ARGS=()
+SGLANG_ARGS=()
+
+# recipe_model MODEL FAMILY [ARGUMENT...]: sources the model's flags, and takes --help and --tiny from the arguments.
+recipe_model() {
+   RECIPE=$(basename -- "$0" .sh) FAMILY=$2 TINY=''
+   # shellcheck source=/dev/null
+   source "$LIB_DIR/../models/$1.sh"
+   shift 2
+   case ${1:-} in
+      -h | --help) sed -n '2,/^# shellcheck/{/^# shellcheck/!s/^# \{0,1\}//p}' "$0" && exit ;;
+      --tiny) TINY=yes && shift ;;
+   esac
+   EXTRA_ARGS=("$@")
+   cd -- "$LIB_DIR/../.." || exit
+}
+
+# recipe_run ENTRY: runs ENTRY as a Ray job with the recipe's arrays.
+recipe_run() {
+   local entry=$1 slots=$GPUS_PER_NODE prefix=()
+   if [[ $TINY == yes ]]; then
+      recipe_tiny
+      slots=4
+      prefix=(env "CUDA_VISIBLE_DEVICES=")
+      unset RAY_ADDRESS
+   fi
+   ray_begin --num-gpus "$slots" ${TINY:+--object-store-memory 200000000}
+   ray_job "${prefix[@]}" python3 "$entry" \
+      "${PLACEMENT_ARGS[@]}" \
+      "${MODEL_ARGS[@]}" \
+      "${CKPT_ARGS[@]}" \
+      "${ROLLOUT_ARGS[@]}" \
+      "${EVAL_ARGS[@]}" \
+      "${PERF_ARGS[@]}" \
+      "${GRPO_ARGS[@]}" \
+      "${OPTIMIZER_ARGS[@]}" \
+      "${SGLANG_ARGS[@]}" \
+      "${MISC_ARGS[@]}" \
+      "${EXTRA_ARGS[@]}"
+}
+
+# Puts a toy of the family in place of the model, and two short rollouts in place of the recipe's.
+recipe_tiny() {
+   local run="$PWD/runs/$RECIPE-tiny" toy options=()
+   [[ $FAMILY != none ]] || fail 2 "--tiny: $RECIPE is for a model that this version refuses, so there is no toy of it"
+   toy=$run/toy
+   # One thread per process: there are more processes than cores.
+   export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+   rm -rf -- "$run"
+   mkdir -p "$run"
+   if [[ " ${MODEL_ARGS[*]} " == *' --untie-embeddings-and-output-weights '* ]]; then options+=(--untie); fi
+   say "making a toy of the family $FAMILY in ${run#"$PWD"/}"
+   python3 tools/make_tiny_model.py --family "$FAMILY" --output-dir "$toy" --warm-start-steps 300 "${options[@]}"
+   # shellcheck source=/dev/null
+   source "$toy/size_args.sh"
+   say "converting Hugging Face -> torch_dist"
+   python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$toy/model" --save "$run/torch_dist"
+   if [[ " ${PLACEMENT_ARGS[*]} " == *' --colocate '* ]]; then
+      PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate)
+   else
+      PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2)
+   fi
+   CKPT_ARGS=(
+      --hf-checkpoint "$toy/model"
+      --ref-load "$run/torch_dist"
+      --load "$run/checkpoints"
+      --save "$run/checkpoints"
+      --save-interval 2
+   )
+   ROLLOUT_ARGS=(
+      --prompt-data "$toy/train.jsonl"
+      --input-key prompt
+      --label-key label
+      --apply-chat-template
+      --rollout-shuffle
+      --rm-type math
+      --num-rollout 2
+      --rollout-batch-size 8
+      --n-samples-per-prompt 8
+      --num-steps-per-rollout 1
+      --rollout-max-response-len 16
+      --rollout-temperature 1
+      --balance-data
+   )
+   EVAL_ARGS=(--eval-interval 2 --eval-prompt-data addition "$toy/eval.jsonl" --eval-temperature 0)
+   PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
+   SGLANG_ARGS=(--rollout-num-gpus-per-engine 1)
+   MISC_ARGS+=(--run-name "$RECIPE-tiny" --check-weight-update-equal)
+}

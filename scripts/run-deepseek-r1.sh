@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# GRPO on DeepSeek-R1, dapo-math-17k and AIME 2024, on 16 machines with 8 GPUs each.
+#
+#    bash scripts/run-deepseek-r1.sh [--tiny] [more flags of train.py]
+#
+# Run it on each of the 16 nodes, with WORLD_SIZE=16, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
+# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# shellcheck source-path=SCRIPTDIR disable=SC2034
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
+recipe_model deepseek-v3 deepseek_v3 "$@"
+
+PLACEMENT_ARGS=(
+   --actor-num-nodes 16
+   --actor-num-gpus-per-node 8
+   --colocate
+   --update-weight-buffer-size $((2 * 1024 ** 3))
+)
+
+CKPT_ARGS=(
+   --hf-checkpoint "$BASE/DeepSeek-R1"
+   --ref-load "$BASE/DeepSeek-R1_torch_dist"
+   --load "$BASE/DeepSeek-R1_slimrl/"
+   --save "$BASE/DeepSeek-R1_slimrl/"
+   --save-interval 20
+)
+
+ROLLOUT_ARGS=(
+   --prompt-data "$BASE/dapo-math-17k/dapo-math-17k.jsonl"
+   --input-key prompt --label-key label --apply-chat-template
+   --rollout-shuffle
+   --rm-type deepscaler
+   --num-rollout 3000
+   --rollout-batch-size 128
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 32768
+   --rollout-temperature 1
+   # Groups whose answers are all right or all wrong teach nothing: they are dropped, and more prompts drawn.
+   --over-sampling-batch-size 256
+   --dynamic-sampling-filter-path slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+   --num-steps-per-rollout 4
+   --balance-data
+)
+
+EVAL_ARGS=(
+   --eval-interval 20
+   --eval-prompt-data aime "$BASE/aime-2024/aime-2024.jsonl"
+   --n-samples-per-eval-prompt 8
+   --eval-max-response-len 32768
+   --eval-top-p 1
+)
+
+PERF_ARGS=(
+   --bf16
+   --tensor-model-parallel-size 8 --sequence-parallel
+   --pipeline-model-parallel-size 4
+   --context-parallel-size 4
+   --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+   --decoder-last-pipeline-num-layers 13
+   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+   --use-dynamic-batch-size --max-tokens-per-gpu 16384
+   # DeepEP's kernels carry tokens between experts.
+   --moe-enable-deepep --moe-token-dispatcher-type flex
+)
+
+GRPO_ARGS=(
+   --advantage-estimator grpo
+   # With coefficient 0 the KL is only watched.
+   --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
+   --entropy-coef 0.00
+   --eps-clip 0.2 --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+   --optimizer adam
+   --lr 1e-6 --lr-decay-style constant
+   --weight-decay 0.1
+   --adam-beta1 0.9 --adam-beta2 0.98
+   # Adam's moments lie in host memory.
+   --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
+)
+
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 64
+   --sglang-mem-fraction-static 0.5
+   --sglang-ep-size 64
+   --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
+   --sglang-disable-radix-cache
+   # 128 requests at once for each of the 8 groups of attention.
+   --sglang-server-concurrency 1024
+   # Speculative decoding with the model's own next-token layer, which training leaves as it is.
+   --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
+   --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4
+)
+
+recipe_run train.py

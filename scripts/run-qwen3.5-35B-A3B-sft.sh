@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Supervised training of Qwen3.5-35B-A3B on OpenHermes 2.5, on one machine with 8 GPUs.
+#
+#    bash scripts/run-qwen3.5-35B-A3B-sft.sh [--tiny] [more flags of train_async.py]
+#
+# slimrl refuses this model for now; scripts/models/qwen3.5-35B-A3B.sh says why.
+# slimrl refuses supervised training for now, by the flags under ROLLOUT_ARGS.
+# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# shellcheck source-path=SCRIPTDIR disable=SC2034
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
+recipe_model qwen3.5-35B-A3B none "$@"
+
+PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8)
+
+CKPT_ARGS=(
+   --hf-checkpoint "$BASE/Qwen3.5-35B-A3B"
+   --ref-load "$BASE/Qwen3.5-35B-A3B_torch_dist"
+   --load "$BASE/Qwen3.5-35B-A3B_slimrl/"
+   --save "$BASE/Qwen3.5-35B-A3B_slimrl/"
+   --save-interval 1000
+)
+
+ROLLOUT_ARGS=(
+   --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout
+   --prompt-data "$BASE/openhermes2_5.parquet"
+   --input-key messages
+   --rollout-shuffle
+   --num-epoch 3
+   --rollout-batch-size 128
+   --global-batch-size 128
+   --loss-type sft_loss
+   --calculate-per-token-loss
+   --disable-compute-advantages-and-returns
+   --debug-train-only
+)
+
+PERF_ARGS=(
+   --bf16
+   --tensor-model-parallel-size 2 --sequence-parallel
+   --pipeline-model-parallel-size 1
+   --context-parallel-size 1
+   --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
+   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+   --use-dynamic-batch-size --max-tokens-per-gpu 9216
+)
+
+OPTIMIZER_ARGS=(
+   --optimizer adam
+   --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1
+   --weight-decay 0.1
+   --adam-beta1 0.9 --adam-beta2 0.95
+   # Adam's moments lie in host memory.
+   --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
+)
+
+recipe_run train_async.py
