@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss, per token: PPO with an asymmetric clip and an optional dual clip."""
+"""Policy-gradient losses, per token: PPO with an asymmetric clip and an optional dual clip, and CISPO."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ class PolicyLoss:
     loss: Tensor  # to be minimised; differentiable in log_probs
     clipped: Tensor  # float, 1 where a clip decided the loss (no gradient flows)
     ratio: Tensor  # policy / old policy, detached
+
+
+def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """`exp(log_probs - old_log_probs)`, differentiable in `log_probs` and bounded far outside every clip range."""
+    return (log_probs - old_log_probs.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def clipped_policy_loss(
@@ -41,8 +46,7 @@ def clipped_policy_loss(
     if eps_clip_c is not None and eps_clip_c <= 1.0:
         raise ValueError(f"--eps-clip-c is {eps_clip_c} and must be above 1: it bounds the ratio from above")
     advantages = advantages.detach()
-    log_ratio = (log_probs - old_log_probs.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    ratio = importance_ratio(log_probs, old_log_probs)
     unclipped_loss = -ratio * advantages
     clipped_loss = -ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high) * advantages
     loss = torch.maximum(unclipped_loss, clipped_loss)
@@ -53,3 +57,17 @@ def clipped_policy_loss(
         loss = torch.where(over, bound, loss)
         clipped = clipped | over
     return PolicyLoss(loss=loss, clipped=clipped.detach().to(loss.dtype), ratio=ratio.detach())
+
+
+def cispo_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, eps_clip: float, eps_clip_high: float
+) -> PolicyLoss:
+    """`-sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_probs` with `r` as above and sg a constant of the gradient.
+
+    MiniMax-M1 (2025), equations 4 and 5: the clip bounds a token's weight and never takes its gradient away, so
+    `clipped` here says where the weight was bounded.
+    """
+    ratio = importance_ratio(log_probs, old_log_probs).detach()
+    weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
+    loss = -weight * advantages.detach() * log_probs
+    return PolicyLoss(loss=loss, clipped=(weight != ratio).to(loss.dtype), ratio=ratio)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.returns import discounted_returns, reward_at_the_end
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 
@@ -18,17 +19,26 @@ def token_advantages(
     ref_log_probs: Tensor | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """A_t = normalised reward of the sample - kl_coef * KL_t, float32 [response tokens of the rank].
+    """Float32 [response tokens of the rank]; group normalisation of the rewards has been done before.
+
+    - reinforce_plus_plus (Hu 2025, equations 3 and 4): the discounted return of the reward at the last trained token
+      and of -kl_coef * KL_t at every trained token.
+    - all others: the sample's reward - kl_coef * KL_t.
 
     With --normalize-advantages whitened over the trained tokens of all data-parallel ranks (`group`).
     """
     device = log_probs.device
-    lengths = batch.response_lengths.to(device)
-    advantages = torch.repeat_interleave(batch.rewards.to(device), lengths)
+    lengths, mask = batch.response_lengths.to(device), batch.loss_mask.to(device)
+    penalty = torch.zeros_like(log_probs)
     if args.kl_coef != 0.0 and ref_log_probs is not None:
-        advantages = advantages - args.kl_coef * kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
+        penalty = args.kl_coef * kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
+    if args.advantage_estimator == "reinforce_plus_plus":
+        rewards = reward_at_the_end(batch.rewards.to(device), mask, lengths) - penalty.masked_fill(mask == 0, 0.0)
+        advantages = discounted_returns(rewards, lengths, args.gamma)
+    else:
+        advantages = torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
     if args.normalize_advantages:
-        advantages = _whitened(advantages, batch.loss_mask.to(device), group)
+        advantages = _whitened(advantages, mask, group)
     return advantages
 
 

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from slimrl.algorithms.kl import KLKind, kl_estimate
-from slimrl.algorithms.policy_loss import clipped_policy_loss
+from slimrl.algorithms.off_policy import off_policy_sequences, sequence_log_ratio, truncated_importance_weights
+from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments import Arguments
 
-# Means over the step, weighted as the loss is.
-WEIGHTED_NAMES = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_mean")
+# Means over the step, weighted as the loss is; what a run does not use is not among its metrics.
+_ALWAYS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_mean")
+_WITH_TIS = ("tis", "tis_clipfrac", "tis_abs")
+_WITH_OPSM = ("opsm_clipfrac",)
 # Means over all trained tokens of the step.
 TOKEN_NAMES = ("train_rollout_logprob_abs_diff_mean",)
 MAXIMUM_NAMES = ("ratio_max_abs_diff", "train_rollout_logprob_abs_diff_max")
@@ -34,6 +37,10 @@ class PolicyLossSettings:
     kl_loss_coef: float
     kl_loss_type: KLKind
     per_token: bool
+    estimator: str = "grpo"  # gspo and cispo have a ratio and a loss of their own
+    unbiased_kl: bool = False
+    tis_bounds: tuple[float, float] | None = None  # None: no importance correction
+    opsm_delta: float | None = None  # None: no sequence is left out
 
     @classmethod
     def from_args(cls, args: Arguments) -> PolicyLossSettings:
@@ -46,6 +53,19 @@ class PolicyLossSettings:
             kl_loss_coef=args.kl_loss_coef if args.use_kl_loss else 0.0,
             kl_loss_type=args.kl_loss_type,
             per_token=args.calculate_per_token_loss,
+            estimator=args.advantage_estimator,
+            unbiased_kl=args.use_unbiased_kl,
+            tis_bounds=(args.tis_clip_low, args.tis_clip) if args.use_tis else None,
+            opsm_delta=args.opsm_delta if args.use_opsm else None,
+        )
+
+    @property
+    def weighted_names(self) -> tuple[str, ...]:
+        """The names of `PolicyLossSums.weighted`, in its order."""
+        return (
+            _ALWAYS
+            + (_WITH_TIS if self.tis_bounds is not None else ())
+            + (_WITH_OPSM if self.opsm_delta is not None else ())
         )
 
 
@@ -70,7 +90,7 @@ class PolicyLossSums:
 
     loss: Tensor  # scalar
     count: Tensor  # int32 scalar: what the loss is divided by
-    weighted: Tensor  # float64 [len(WEIGHTED_NAMES)], divided by `count`
+    weighted: Tensor  # float64 [len(PolicyLossSettings.weighted_names)], divided by `count`
     by_token: Tensor  # float64 [len(TOKEN_NAMES) + 1], divided by its last entry, the trained tokens
     maxima: Tensor  # float64 [len(MAXIMUM_NAMES)]
 
@@ -83,21 +103,17 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
     """
     mask = inputs.loss_mask
     inputs = _without_masked_values(inputs)
-    policy = clipped_policy_loss(
-        inputs.log_probs,
-        inputs.old_log_probs,
-        inputs.advantages,
-        eps_clip=settings.eps_clip,
-        eps_clip_high=settings.eps_clip_high,
-        eps_clip_c=settings.eps_clip_c,
-    )
+    policy = _policy_loss(inputs, settings)
+    corrected, corrections = _corrected(policy.loss, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
     kl = torch.zeros_like(mask)
-    per_token = policy.loss
+    per_token = corrected
     if settings.entropy_coef != 0.0:
         per_token = per_token - settings.entropy_coef * inputs.entropy
     if inputs.ref_log_probs is not None:
         kl = kl_estimate(inputs.log_probs, inputs.ref_log_probs, settings.kl_loss_type)
+        if settings.unbiased_kl:
+            kl = importance_ratio(inputs.log_probs, inputs.old_log_probs) * kl
         if settings.kl_loss_coef != 0.0:
             per_token = per_token + settings.kl_loss_coef * kl
     loss = masked_sum(per_token, weights)
@@ -107,12 +123,13 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
     with torch.no_grad():
         values = (
             per_token,
-            policy.loss,
+            corrected,
             inputs.entropy,
             policy.clipped,
             inputs.old_log_probs - inputs.log_probs,
             kl,
             policy.ratio,
+            *corrections,
         )
         mismatch = (inputs.train_log_probs - inputs.rollout_log_probs).abs()
         ratio_gap = (policy.ratio - 1).abs()
@@ -123,6 +140,44 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
             by_token=torch.stack([mismatch.double().sum(), trained_tokens.double()]),
             maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
         )
+
+
+def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLoss:
+    """The estimator's own loss per token, before any correction."""
+    clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
+    if settings.estimator == "cispo":
+        return cispo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **clip)
+    log_probs, old_log_probs = inputs.log_probs, inputs.old_log_probs
+    if settings.estimator == "gspo":
+        log_probs = sequence_log_ratio(log_probs, old_log_probs, inputs.loss_mask, inputs.response_lengths)
+        old_log_probs = torch.zeros_like(log_probs)
+    return clipped_policy_loss(log_probs, old_log_probs, inputs.advantages, eps_clip_c=settings.eps_clip_c, **clip)
+
+
+def _corrected(
+    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The policy loss weighted for who drew the samples, and the values to log (`weighted_names` after the first)."""
+    values: tuple[Tensor, ...] = ()
+    if settings.tis_bounds is not None:
+        low, high = settings.tis_bounds
+        weights, unbounded = truncated_importance_weights(
+            inputs.train_log_probs, inputs.rollout_log_probs, low=low, high=high
+        )
+        loss = loss * weights
+        values += (unbounded, (weights != unbounded).to(loss.dtype), (unbounded - 1).abs())
+    if settings.opsm_delta is not None:
+        left_out = off_policy_sequences(
+            inputs.log_probs,
+            inputs.old_log_probs,
+            inputs.advantages,
+            inputs.loss_mask,
+            inputs.response_lengths,
+            delta=settings.opsm_delta,
+        )
+        loss = loss * (1 - left_out)
+        values += (left_out,)
+    return loss, values
 
 
 def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:

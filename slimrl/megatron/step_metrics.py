@@ -7,32 +7,34 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, WEIGHTED_NAMES, PolicyLossSums
+from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSums
 from slimrl.megatron.parallel import ParallelState
 
-_TOTALS = 1 + len(WEIGHTED_NAMES) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
 
-
-def reduce_step(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
+def reduce_step(
+    sums: Sequence[PolicyLossSums], weighted_names: Sequence[str], parallel: ParallelState
+) -> dict[str, float]:
     """The step's metrics by name, equal on every rank; collective over all ranks.
 
-    `sums` are this rank's micro-batches, of interest only on the last pipeline stage. They are added in float64, so
-    that the numbers printed do not depend on the cut of the batch.
+    `weighted_names` are those of `PolicyLossSums.weighted`. `sums` are this rank's micro-batches, of interest only on
+    the last pipeline stage. They are added in float64, so that the numbers printed do not depend on the cut of the
+    batch.
     """
-    values = torch.zeros(_TOTALS + len(MAXIMUM_NAMES), dtype=torch.float64, device=parallel.device)
+    count_of_totals = 1 + len(weighted_names) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
+    values = torch.zeros(count_of_totals + len(MAXIMUM_NAMES), dtype=torch.float64, device=parallel.device)
     if parallel.is_last_stage:
-        totals, maxima = values.split([_TOTALS, len(MAXIMUM_NAMES)])
+        totals, maxima = values.split([count_of_totals, len(MAXIMUM_NAMES)])
         for entry in sums:
             totals += torch.cat([entry.count.double().reshape(1), entry.weighted, entry.by_token])
             torch.maximum(maxima, entry.maxima, out=maxima)
         if parallel.dp_size > 1:
             dist.all_reduce(totals, group=parallel.dp_group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
-    totals, maxima = parallel.from_last_stage(values).split([_TOTALS, len(MAXIMUM_NAMES)])
+    totals, maxima = parallel.from_last_stage(values).split([count_of_totals, len(MAXIMUM_NAMES)])
     count, *numbers = totals.tolist()
-    weighted, by_token = numbers[: len(WEIGHTED_NAMES)], numbers[len(WEIGHTED_NAMES) :]
+    weighted, by_token = numbers[: len(weighted_names)], numbers[len(weighted_names) :]
     tokens = by_token.pop()
-    metrics = {name: value / max(count, 1.0) for name, value in zip(WEIGHTED_NAMES, weighted, strict=True)}
+    metrics = {name: value / max(count, 1.0) for name, value in zip(weighted_names, weighted, strict=True)}
     metrics |= {name: value / max(tokens, 1.0) for name, value in zip(TOKEN_NAMES, by_token, strict=True)}
     metrics |= dict(zip(MAXIMUM_NAMES, maxima.tolist(), strict=True))
     return metrics | {"tokens": tokens}

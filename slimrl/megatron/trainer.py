@@ -192,7 +192,7 @@ class MegatronTrainer:
         updated, gradient_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
-        metrics = reduce_step(sums, self.parallel)
+        metrics = reduce_step(sums, self._loss_settings.weighted_names, self.parallel)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not updated)}
 

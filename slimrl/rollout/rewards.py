@@ -37,7 +37,9 @@ def rewards_of(args: Arguments, samples: list[Sample]) -> Rewards:
             )
         return Rewards(raw, normalized)
     raw = torch.tensor([sample.reward_value(args.reward_key) for sample in samples], dtype=torch.float32)
-    if not args.rewards_normalization:
-        return Rewards(raw, raw.clone())
+    if not args.rewards_normalization or args.advantage_estimator == "reinforce_plus_plus":
+        return Rewards(raw, raw.clone())  # REINFORCE++ whitens over the whole batch instead
     group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
-    return Rewards(raw, group_normalized_rewards(raw, group_ids, scale_by_std=args.grpo_std_normalization))
+    # the baseline variant of REINFORCE++ takes the group's mean away and leaves the scale to the whitening
+    scale = args.grpo_std_normalization and args.advantage_estimator != "reinforce_plus_plus_baseline"
+    return Rewards(raw, group_normalized_rewards(raw, group_ids, scale_by_std=scale))

@@ -24,6 +24,36 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "estimator_has_what_it_needs": (
+        [
+            "--advantage-estimator reinforce_plus_plus --normalize-advantages --gamma 0.99",
+            "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+            "--advantage-estimator gspo --eps-clip 4e-4 --eps-clip-high 4e-4",
+        ],
+        [
+            (
+                "--advantage-estimator reinforce_plus_plus",
+                "--advantage-estimator reinforce_plus_plus whitens its advantages: add --normalize-advantages.",
+            ),
+            (
+                "--gamma 0.99",
+                "--gamma 0.99 discounts the returns of reinforce_plus_plus and --advantage-estimator is grpo: leave it"
+                " out.",
+            ),
+        ],
+    ),
+    "off_policy_corrections_are_consistent": (
+        ["--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-opsm --opsm-delta 1e-3", "--use-unbiased-kl"],
+        [
+            (
+                "--use-tis --use-rollout-logprobs",
+                "--use-tis and --use-rollout-logprobs would correct the same difference twice: give one.",
+            ),
+            ("--use-tis --tis-clip-low 2", "--tis-clip-low 2 is not below --tis-clip 2: lower it."),
+            ("--tis-clip 3", "--tis-clip belongs to --use-tis: add it, or leave --tis-clip out."),
+            ("--opsm-delta 1e-3", "--opsm-delta belongs to --use-opsm: add it, or leave --opsm-delta out."),
+        ],
+    ),
     "precision_is_single": (
         ["--bf16", "--fp16"],
         [("--bf16 --fp16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")],

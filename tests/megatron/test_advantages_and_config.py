@@ -104,13 +104,13 @@ def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
     from slimrl.megatron.reference import ReferenceWeights
 
     model = torch.nn.Linear(3, 3)
-    reference = ReferenceWeights(model)
+    reference = ReferenceWeights([model])
     kept = {name: value.detach().clone() for name, value in model.named_parameters()}
     with torch.no_grad():
         model.weight.mul_(3.1).add_(0.7)
     changed = model.weight.detach().clone()
     place = model.weight.data_ptr()
-    with pytest.raises(RuntimeError, match="inside"), reference.swapped_in(model):
+    with pytest.raises(RuntimeError, match="inside"), reference.swapped_in():
         assert torch.equal(model.weight, kept["weight"])
         raise RuntimeError("inside")
     assert torch.equal(model.weight, changed)
@@ -158,6 +158,7 @@ DIFFERENT_DEFAULTS = {
     "lr",
     "min_lr",
     # chosen for reinforcement learning with packed samples
+    "use_distributed_optimizer",
     "hidden_dropout",
     "attention_dropout",
     "moe_token_dispatcher_type",
@@ -203,3 +204,18 @@ def test_expert_and_latent_attention_flags_become_megatrons_configuration():
     latent = transformer_config(tiny.tiny_args(multi_latent_attention=True, kv_lora_rank=24, rope_type="rope"))
     assert isinstance(latent, MLATransformerConfig)
     assert (latent.kv_lora_rank, latent.q_lora_rank, latent.rope_type) == (24, None, "rope")
+
+
+def test_reinforce_plus_plus_gives_each_token_the_return_of_what_follows(lone_group: Any):
+    changes = dict(advantage_estimator="reinforce_plus_plus", gamma=0.9, kl_coef=0.2)
+    values, batch = advantages(lone_group, **changes)
+    position = 0
+    for reward, length in zip(batch.rewards.tolist(), batch.response_lengths.tolist(), strict=True):
+        mask = batch.loss_mask[position : position + length].tolist()
+        last = max((token for token in range(length) if mask[token]), default=None)
+        running, expected = 0.0, []
+        for token in reversed(range(length)):  # the test's KL is 0.5 everywhere
+            running = (reward if token == last else 0.0) - 0.2 * 0.5 * bool(mask[token]) + 0.9 * running
+            expected.append(running)
+        assert values[position : position + length].tolist() == pytest.approx(expected[::-1], rel=1e-5)
+        position += length

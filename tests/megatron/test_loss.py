@@ -120,3 +120,38 @@ def test_only_the_loss_carries_a_gradient():
     sums = policy_loss_sums(dataclasses.replace(inputs, log_probs=log_probs), SETTINGS)
     assert sums.loss.requires_grad
     assert not (sums.weighted.requires_grad or sums.by_token.requires_grad or sums.maxima.requires_grad)
+
+
+def test_gspo_clips_the_ratio_of_the_whole_sample():
+    settings = dataclasses.replace(SETTINGS, estimator="gspo", entropy_coef=0.0, kl_loss_coef=0.0)
+    sums = policy_loss_sums(two_samples(), settings)
+    # the first sample's trained tokens have log-ratios 0 and log 1.5: their mean is log sqrt(1.5) = log 1.2247
+    assert float(sums.loss) == pytest.approx(-2.0 * math.sqrt(1.5) + 1.0, rel=1e-6)
+    tight = dataclasses.replace(settings, eps_clip_high=0.1)
+    assert float(policy_loss_sums(two_samples(), tight).loss) == pytest.approx(-2.0 * 1.1 + 1.0, rel=1e-6)
+
+
+def test_importance_weights_multiply_the_policy_loss_and_are_logged():
+    settings = dataclasses.replace(SETTINGS, entropy_coef=0.0, kl_loss_coef=0.0, tis_bounds=(0.0, 1.01))
+    sums = policy_loss_sums(two_samples(), settings)
+    weights = [math.exp(-0.01), 1.01, math.exp(-0.02)]  # the second, exp(0.03), is bounded
+    expected = (-2.0 * weights[0] - 2.6 * weights[1]) / 2 + weights[2]
+    assert float(sums.loss) == pytest.approx(expected, rel=1e-6)
+    logged = dict(zip(settings.weighted_names, sums.weighted.tolist(), strict=True))
+    assert logged["tis"] == pytest.approx((math.exp(-0.01) + math.exp(0.03)) / 2 + math.exp(-0.02), rel=1e-5)
+    assert logged["tis_clipfrac"] == pytest.approx(0.5)
+
+
+def test_a_sequence_that_drifted_off_policy_adds_nothing():
+    settings = dataclasses.replace(SETTINGS, entropy_coef=0.0, kl_loss_coef=0.0, opsm_delta=0.1)
+    inputs = two_samples()
+    drifted = dataclasses.replace(inputs, log_probs=inputs.log_probs - torch.tensor([0.0, 0.0, 0.0, 0.2]))
+    assert float(policy_loss_sums(drifted, settings).loss) == pytest.approx((-2.0 - 2.6) / 2, rel=1e-6)
+    assert float(policy_loss_sums(inputs, settings).loss) == pytest.approx((-2.0 - 2.6) / 2 + 1.0, rel=1e-6)
+
+
+def test_the_unbiased_kl_is_multiplied_by_the_ratio():
+    inputs = two_samples()
+    settings = dataclasses.replace(SETTINGS, unbiased_kl=True)
+    logged = dict(zip(settings.weighted_names, policy_loss_sums(inputs, settings).weighted.tolist(), strict=True))
+    assert logged["kl_loss"] == pytest.approx(1.5 * KL / 2, rel=1e-6)

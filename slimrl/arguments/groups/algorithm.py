@@ -6,10 +6,9 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-_RETURNS = "it belongs to estimators with returns or a critic; leave it out and use --advantage-estimator grpo"
-_TIS = "importance correction is not served; use --use-rollout-logprobs to train against the engines' probabilities"
+_RETURNS = "it belongs to a critic, which this version does not have; leave it out"
+_TIS = "use --use-tis with --tis-clip and --tis-clip-low"
 _REPLAY = "routing is not replayed in this version; leave it out"
-_OPSM = "no sequence is masked for being off-policy in this version; leave it out"
 
 
 @dataclasses.dataclass
@@ -20,7 +19,8 @@ class AlgorithmArguments:
         "grpo",
         "how rewards become advantages",
         choices=("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
-        not_served="use grpo",
+        not_served="there is no critic in this version; use reinforce_plus_plus, which has returns without one",
+        served=("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     )
     loss_type: str = flag(
         "policy_loss",
@@ -48,7 +48,7 @@ class AlgorithmArguments:
         off=("--disable-compute-advantages-and-returns",),
         not_served="the policy loss needs advantages; leave it out",
     )
-    gamma: float = flag(1.0, "discount of later rewards", not_served=_RETURNS)
+    gamma: float = flag(1.0, "discount of later rewards in the returns of reinforce_plus_plus", at_least=0, at_most=1)
     lambd: float = flag(1.0, "lambda of generalised advantage estimation", not_served=_RETURNS)
     value_clip: float = flag(0.2, "clip of the value loss", not_served=_RETURNS)
     num_critic_only_steps: int = flag(0, "rollouts that train the critic only (count)", not_served=_RETURNS)
@@ -79,11 +79,7 @@ class AlgorithmArguments:
     )
     calculate_per_token_loss: bool = flag(False, "mean over all tokens of the step (mean of the samples' means)")
     use_rollout_logprobs: bool = flag(False, "the engines' log-probabilities as the old policy (recomputed ones)")
-    use_unbiased_kl: bool = flag(
-        False,
-        "multiply the KL estimate by the policy ratio (DeepSeek-V3.2)",
-        not_served="use --kl-loss-type low_var_kl",
-    )
+    use_unbiased_kl: bool = flag(False, "multiply the KL loss by the policy ratio (DeepSeek-V3.2)")
     ref_update_interval: int | None = flag(
         None,
         "renew the reference from the trained weights every that many rollouts (never)",
@@ -98,17 +94,23 @@ class AlgorithmArguments:
     use_rollout_entropy: bool = flag(
         False, "entropy in the log-probability pass too", not_served="entropy is logged from the training pass"
     )
-    use_tis: bool = flag(False, "truncated importance sampling between engines and training", not_served=_TIS)
-    tis_clip: float = flag(2.0, "upper bound of its weights", not_served=_TIS)
-    tis_clip_low: float = flag(0.0, "lower bound of its weights", not_served=_TIS)
+    use_tis: bool = flag(
+        False, "weigh each token by training's over the engines' probability (truncated importance sampling)"
+    )
+    tis_clip: float = flag(2.0, "largest such weight", above=0)
+    tis_clip_low: float = flag(0.0, "smallest such weight", at_least=0)
     custom_tis_function_path: str | None = flag(None, "correction of one's own (dotted import path)", not_served=_TIS)
     get_mismatch_metrics: bool = flag(
         False,
         "log how engines and training differ",
         not_served="train_rollout_logprob_abs_diff is logged at every step without it; leave it out",
     )
-    use_opsm: bool = flag(False, "mask sequences that are too far off-policy", not_served=_OPSM)
-    opsm_delta: float = flag(1e-4, "how far that is", not_served=_OPSM)
+    use_opsm: bool = flag(
+        False, "leave out samples with a negative advantage that have drifted off-policy (DeepSeek-V3.2)"
+    )
+    opsm_delta: float = flag(
+        1e-4, "drift beyond which --use-opsm leaves a sample out (mean old less new log-probability)", at_least=0
+    )
     use_routing_replay: bool = flag(
         False, "use the routing of the log-probability pass in training", not_served=_REPLAY
     )

@@ -71,6 +71,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.groups_can_be_compared,
     algorithm.reward_is_given,
     algorithm.clip_range_is_ordered,
+    algorithm.estimator_has_what_it_needs,
+    algorithm.off_policy_corrections_are_consistent,
     algorithm.schedule_is_complete,
     algorithm.recomputation_is_complete,
     evaluation.evaluation_has_data,

@@ -29,11 +29,12 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
     """With one response per prompt, every group-normalised reward is zero."""
     if args.custom_reward_post_process_path is not None or "n_samples_per_prompt" in context.broken:
         return
-    if args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1 and args.rewards_normalization:
+    by_group = args.advantage_estimator != "reinforce_plus_plus" and args.rewards_normalization
+    if by_group and args.n_samples_per_prompt == 1:
         yield Problem(
             "--n-samples-per-prompt",
-            "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least 2,"
-            " or add --disable-rewards-normalization.",
+            f"--n-samples-per-prompt 1 leaves {args.advantage_estimator} nothing to compare and every advantage would"
+            " be 0: give at least 2, or add --disable-rewards-normalization.",
         )
 
 
@@ -108,3 +109,40 @@ def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Pro
             "--recompute-num-layers",
             f"--recompute-num-layers {layers} is more than --num-layers {args.num_layers}: lower it.",
         )
+
+
+def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
+    """REINFORCE++ is defined with whitened advantages; a discount belongs to it alone."""
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        yield Problem(
+            "--normalize-advantages",
+            f"--advantage-estimator {args.advantage_estimator} whitens its advantages: add --normalize-advantages.",
+        )
+    if args.gamma != 1 and args.advantage_estimator != "reinforce_plus_plus":
+        yield Problem(
+            "--gamma",
+            f"--gamma {args.gamma:g} discounts the returns of reinforce_plus_plus and --advantage-estimator is"
+            f" {args.advantage_estimator}: leave it out.",
+        )
+
+
+def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Importance weights are bounded in order and not taken twice; bounds without their switch are a slip."""
+    if args.use_tis and args.use_rollout_logprobs:
+        yield Problem(
+            "--use-tis",
+            "--use-tis and --use-rollout-logprobs would correct the same difference twice: give one.",
+        )
+    if args.use_tis and args.tis_clip_low >= args.tis_clip:
+        yield Problem(
+            "--tis-clip-low",
+            f"--tis-clip-low {args.tis_clip_low:g} is not below --tis-clip {args.tis_clip:g}: lower it.",
+        )
+    for flag, name, switch, on in (
+        ("--tis-clip", "tis_clip", "--use-tis", args.use_tis),
+        ("--tis-clip-low", "tis_clip_low", "--use-tis", args.use_tis),
+        ("--opsm-delta", "opsm_delta", "--use-opsm", args.use_opsm),
+        ("--use-unbiased-kl", "use_unbiased_kl", "--use-kl-loss", args.use_kl_loss),
+    ):
+        if name in context.given and not on:
+            yield Problem(flag, f"{flag} belongs to {switch}: add it, or leave {flag} out.")

@@ -1,0 +1,50 @@
+"""Returns: the discounted sum of the rewards that follow a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
+    """`R_t = r_t + gamma * R_(t+1)` within each sample; Sutton & Barto 2018, equation 3.9.
+
+    `rewards` [tokens] holds samples end to end, `lengths` [n] (integers) how many tokens each has. Float32 [tokens],
+    added up in float64. Takes log2(longest sample) passes over a rectangle [n, longest].
+
+    Raises ValueError where the lengths do not add up.
+    """
+    if int(lengths.sum()) != rewards.numel():
+        raise ValueError(f"the lengths add up to {int(lengths.sum())} tokens and there are {rewards.numel()} rewards")
+    if rewards.numel() == 0:
+        return rewards.to(torch.float32)
+    lengths = lengths.to(rewards.device)
+    longest = int(lengths.max())
+    inside = torch.arange(longest, device=rewards.device) < lengths.unsqueeze(1)
+    values = rewards.new_zeros(inside.shape, dtype=torch.float64)
+    values[inside] = rewards.to(torch.float64)
+    # after the pass with step k, each value is the sum over the 2k tokens that begin at it
+    step = 1
+    while step < longest:
+        values[:, :-step] += gamma**step * values[:, step:].clone()
+        step *= 2
+    return values[inside].to(torch.float32)
+
+
+def reward_at_the_end(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Each sample's reward [n] at its last unmasked token, 0 elsewhere; float32 [tokens].
+
+    `mask` [tokens] holds samples end to end, `lengths` [n]. A fully masked sample has no such token and its reward
+    goes nowhere.
+    """
+    lengths = lengths.to(mask.device)
+    rows = torch.arange(lengths.numel(), device=mask.device)
+    sample_of_token = torch.repeat_interleave(rows, lengths, output_size=mask.numel())
+    positions = torch.arange(mask.numel(), device=mask.device)
+    last = torch.full_like(lengths, -1).scatter_reduce(
+        0, sample_of_token, torch.where(mask != 0, positions, -1), "amax", include_self=True
+    )
+    placed = torch.zeros(mask.numel(), dtype=torch.float32, device=mask.device)
+    trained = last >= 0
+    placed[last[trained]] = rewards.to(placed)[trained]
+    return placed

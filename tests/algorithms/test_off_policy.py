@@ -1,0 +1,53 @@
+"""Importance weights, sequence ratios and masked sequences, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slimrl.algorithms.off_policy import off_policy_sequences, sequence_log_ratio, truncated_importance_weights
+from slimrl.algorithms.policy_loss import cispo_loss
+
+
+def test_weights_are_the_ratio_of_probabilities_within_bounds():
+    train = torch.log(torch.tensor([0.5, 0.9, 0.1])).requires_grad_()
+    rollout = torch.log(torch.tensor([0.25, 0.3, 0.4]))
+    weights, unbounded = truncated_importance_weights(train, rollout, low=0.5, high=2.5)
+    torch.testing.assert_close(unbounded, torch.tensor([2.0, 3.0, 0.25]))
+    torch.testing.assert_close(weights, torch.tensor([2.0, 2.5, 0.5]))
+    assert not weights.requires_grad
+
+
+def test_a_sequences_log_ratio_is_the_mean_over_its_trained_tokens():
+    log_probs = torch.tensor([-1.0, -9.0, -2.0, -3.0, -7.0]).requires_grad_()
+    old = torch.tensor([-1.5, -1.0, -1.0, -3.5, -1.0])
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+    ratios = sequence_log_ratio(log_probs, old, mask, torch.tensor([3, 1, 1]))
+    assert ratios.tolist() == pytest.approx([(0.5 - 1.0) / 2] * 3 + [0.5, 0.0])
+    ratios[0].backward()
+    assert log_probs.grad.tolist() == [0.5, 0.0, 0.5, 0.0, 0.0]
+
+
+def test_only_unwanted_samples_that_drifted_are_left_out():
+    old = torch.zeros(4)
+    log_probs = torch.tensor([-0.3, -0.1, -0.2, 0.2])  # drifts of 0.2, 0.2 and -0.2
+    advantages = torch.tensor([-1.0, -1.0, 1.0, -1.0])
+    left_out = off_policy_sequences(log_probs, old, advantages, torch.ones(4), torch.tensor([2, 1, 1]), delta=0.15)
+    assert left_out.tolist() == [1.0, 1.0, 0.0, 0.0]
+    wider = off_policy_sequences(log_probs, old, advantages, torch.ones(4), torch.tensor([2, 1, 1]), delta=0.25)
+    assert wider.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"), [(1.1, 2.0, 1.1), (2.0, 2.0, 1.28), (0.5, -1.0, 0.8), (2.0, -1.0, 1.28)]
+)
+def test_cispo_bounds_a_tokens_weight_and_keeps_its_gradient(ratio: float, advantage: float, weight: float):
+    old = torch.tensor([-1.0])
+    log_probs = (old + math.log(ratio)).requires_grad_()
+    result = cispo_loss(log_probs, old, torch.tensor([advantage]), eps_clip=0.2, eps_clip_high=0.28)
+    result.loss.sum().backward()
+    assert result.loss.item() == pytest.approx(-weight * advantage * log_probs.item(), rel=1e-6)
+    assert log_probs.grad.item() == pytest.approx(-weight * advantage, rel=1e-6)
+    assert result.clipped.item() == float(weight != ratio)
