@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from slimrl.arguments import Arguments
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model in one layout; `args` describe both."""
+    """One model in one layout; `args` describe both. Its weights are those of `checkpoint` (torch_dist) if given."""
 
     name: str
     args: Arguments
     folder: Path
+    checkpoint: Path | None = None
 
 
 @dataclasses.dataclass
@@ -51,27 +53,35 @@ def logits_and_export(
 
 
 def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
-    from slimrl.megatron import model
+    from slimrl.megatron import checkpoint, model
     from slimrl.weights.families import family_for
     from slimrl.weights.hf_files import read_hf_config
-    from slimrl.weights.load import load_hf_checkpoint
     from slimrl.weights.shape import ModelShape
 
     built = model.build_model(case.args, state).eval()
     family, shape = family_for(read_hf_config(case.folder)), ModelShape.from_args(case.args)
+    if case.checkpoint is None:
+        _load(built, shape, family, state, case.folder)
+    else:
+        checkpoint.load_model_only(built, case.checkpoint)
+    logits = _packed_logits(built, state, case.args, sequences) if sequences and state.pp_size == 1 else []
+    names, different = _compare_export(built, shape, family, state, case.folder)
+    return Outcome(logits, names, different)
+
+
+def _load(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> None:
+    from slimrl.weights.load import load_hf_checkpoint
+
     load_hf_checkpoint(
         built,
         shape,
         family,
-        case.folder,
+        folder,
         tp_rank=state.tp_rank,
         tp_size=state.tp_size,
         etp_rank=state.etp_rank,
         etp_size=state.etp_size,
     )
-    logits = _packed_logits(built, state, case.args, sequences) if state.pp_size == 1 else []
-    names, different = _compare_export(built, shape, family, state, case.folder)
-    return Outcome(logits, names, different)
 
 
 def _packed_logits(built: Any, state: Any, args: Arguments, sequences: list[list[int]]) -> list[Tensor]:
@@ -115,3 +125,21 @@ def _compare_export(built: Any, shape: Any, family: Any, state: Any, folder: Pat
             if not torch.equal(tensor, checkpoint.tensor(name)):
                 different.append(name)
     return names, different
+
+
+def to_torch_dist(rank: int, world_size: int, init_method: str, cases: list[Case]) -> None:
+    """Writes the `checkpoint` of each case from its folder, as the tool does."""
+    from slimrl.megatron.blueprint import model_blueprint
+    from slimrl.weights.families import family_for
+    from slimrl.weights.hf_files import read_hf_config
+    from slimrl.weights.hf_to_torch_dist import hf_to_torch_dist
+    from slimrl.weights.shape import ModelShape
+
+    for case in cases:
+        hf_to_torch_dist(
+            case.folder,
+            case.checkpoint,
+            ModelShape.from_args(case.args),
+            family_for(read_hf_config(case.folder)),
+            functools.partial(model_blueprint, case.args),
+        )
