@@ -36,13 +36,19 @@ _LAZY_MODULES = (
 )
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange")
 _TENSOR_TYPES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
-# Functions that move a tensor with `.cuda()`: (module, qualified name).
+# Functions that move a tensor with `.cuda()`: (module, qualified name, the method that leaves it on the CPU). `cpu`
+# takes no `non_blocking`, which `to` does; in `torch.cpu` it is the stand-in's `cuda`.
 _CUDA_METHOD_CALLERS = (
-    ("megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
-    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
-    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.restore_from_cpu"),
-    ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_gather_rounds"),
-    ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_broadcast"),
+    (
+        "megatron.core.models.common.language_module.language_module",
+        "LanguageModule.setup_embeddings_and_output_layer",
+        "cpu",
+    ),
+    ("megatron.core.models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank", "to"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero", "cpu"),
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.restore_from_cpu", "cpu"),
+    ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_gather_rounds", "cpu"),
+    ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_broadcast", "cpu"),
 )
 
 
@@ -154,14 +160,14 @@ def _accept_cpu_tensor_types() -> None:
 
 
 def _stay_on_cpu_in_cuda_calls() -> None:
-    """Read `tensor.cuda()` as `tensor.cpu()` where it is used (`torch.cpu` of the stand-in is its `cuda`)."""
-    for module_name, qualified_name in _CUDA_METHOD_CALLERS:
+    """Read `tensor.cuda()` as a method that leaves the tensor where it is."""
+    for module_name, qualified_name, method in _CUDA_METHOD_CALLERS:
         target: Any = sys.modules[module_name]
         for part in qualified_name.split("."):
             target = getattr(target, part)
         while hasattr(target, "__wrapped__"):
             target = target.__wrapped__
-        target.__code__ = _replace_in_code(target.__code__, {}, {"cuda": "cpu"})
+        target.__code__ = _replace_in_code(target.__code__, {}, {"cuda": method})
 
 
 def _unwrap_compiled_functions() -> None:
