@@ -1,0 +1,58 @@
+"""GLM-4 and the families with experts behind ordinary attention: every gradient is the one that transformers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.families import latent_jobs
+from tests.families.conftest import Pools
+from tests.families.latent_jobs import PassResult
+from tests.families.test_latent_attention import flags_of, furthest, reference
+from tests.families.toys import TOYS
+
+pytestmark = pytest.mark.slow
+
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EXPERT = ("--expert-model-parallel-size", "2")
+# the router and the gate of the shared expert see a part of the tokens each; norms after a block do, too
+CASES = {
+    ("glm4", "tensor 2, sequence"): TENSOR,
+    **{
+        (name, layout): flags
+        for name in ("qwen2-moe", "qwen3-moe", "glm4-moe")
+        for layout, flags in {"tensor 2, sequence": TENSOR, "expert 2": EXPERT}.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
+    """By family and layout, what each rank found."""
+    return {
+        (name, layout): pools[2].run(latent_jobs.one_pass, flags_of(TOYS[name], *flags), folders[name])
+        for (name, layout), flags in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, PassResult]:
+    """transformers and autograd, one sequence at a time."""
+    return {name: reference(TOYS[name], folders[name]) for name in sorted({name for name, _ in CASES})}
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_every_gradient_is_the_one_that_transformers_gives(name, layout, found, expected):
+    wanted = expected[name].gradients
+    for result in found[name, layout]:
+        assert result.loss == pytest.approx(expected[name].loss, rel=1e-5)
+        assert result.gradients.keys() == wanted.keys()
+        padding = TOYS[name].config.get("pad_token_id")
+        if padding is not None:  # transformers never trains its embedding
+            assert not wanted["model.embed_tokens.weight"][padding].any()
+            result.gradients["model.embed_tokens.weight"][padding] = 0.0
+        far = {key: furthest(result.gradients[key], value) for key, value in wanted.items() if value.abs().max() > 0}
+        worst = max(far, key=far.__getitem__)
+        print(f"{name}, {layout}: largest relative difference {far[worst]:.1e} ({worst})")
+        assert far[worst] < 1e-5, worst
