@@ -9,6 +9,7 @@ feed-forward, RMSNorm, no dropout, and experts whose tokens are spread evenly. d
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from slimrl.arguments.plan.shape import Shape
 
@@ -108,7 +109,7 @@ def layer_input_bytes(shape: Shape, setting: Setting) -> int:
     return shape.hidden * setting.element * setting.tokens // setting.sequence
 
 
-def saved_bytes(shape: Shape, setting: Setting, layers: range, *, last: bool) -> int:
+def saved_bytes(shape: Shape, setting: Setting, layers: Sequence[int], *, last: bool) -> int:
     """Bytes that the layers of a stage keep for one micro-batch; the last stage also has the final norm."""
     kept = [layer_bytes(shape, setting, moe=shape.moe_layers[layer]) for layer in layers]
     final = 2 * layer_input_bytes(shape, setting) if last else 0
@@ -120,7 +121,7 @@ def saved_bytes(shape: Shape, setting: Setting, layers: range, *, last: bool) ->
     return -(-len(kept) // setting.unit) * layer_input_bytes(shape, setting) + final
 
 
-def working_bytes(shape: Shape, setting: Setting, layers: range) -> int:
+def working_bytes(shape: Shape, setting: Setting, layers: Sequence[int]) -> int:
     """Bytes of the backward pass through the largest layer on top of what is kept.
 
     What is recomputed of it (with full recomputation the whole unit), and gradients of its widest activations.

@@ -129,23 +129,27 @@ def expert_axes(groups: Groups) -> tuple[tuple[str, int], ...]:
     )
 
 
-def stage_layers(args: Arguments) -> list[range]:
-    """The layers of each pipeline stage, from checked flags.
+def stage_layers(args: Arguments) -> list[tuple[int, ...]]:
+    """The layers that the slots of each pipeline stage hold, from checked flags.
 
     The first and the last stage may be given, the others get equal parts; where the embedding (the loss) counts as a
-    layer, the first (last) stage has one layer less.
+    layer, the first (last) piece has one less. With virtual stages the model goes round the slots several times.
     """
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    stages, rounds = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    given = {0: args.decoder_first_pipeline_num_layers, stages - 1: args.decoder_last_pipeline_num_layers}
+    given = {stage: number for stage, number in given.items() if number is not None}
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
     if stages == 1:
-        return [range(layers)]
-    ends = {
-        0: int(args.account_for_embedding_in_pipeline_split),
-        stages - 1: int(args.account_for_loss_in_pipeline_split),
-    }
-    given = {0: first, stages - 1: last}
-    free = [stage for stage in range(stages) if given.get(stage) is None]
-    rest = layers + sum(ends.values()) - sum(number for number in given.values() if number is not None)
-    counts = [rest // len(free) - ends.get(stage, 0) if stage in free else given[stage] for stage in range(stages)]
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        return [tuple(range(args.num_layers))]
+    rest = args.num_layers + embedding + loss - sum(given.values())
+    share = rest // max(stages - len(given), 1)
+    layers: list[tuple[int, ...]] = [()] * stages
+    start = 0
+    for turn in range(rounds):
+        for stage in range(stages):
+            count = given.get(stage, share) // rounds
+            count -= embedding if (turn, stage) == (0, 0) else 0
+            count -= loss if (turn, stage) == (rounds - 1, stages - 1) else 0
+            layers[stage] += tuple(range(start, start + count))
+            start += count
+    return layers

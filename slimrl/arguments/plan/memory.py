@@ -25,7 +25,7 @@ FP32 = 4
 class StageMemory:
     """One slot of one pipeline stage; all numbers but `layers` and `parameters` (elements) are bytes."""
 
-    layers: range
+    layers: tuple[int, ...]
     parameters: int
     weights: int
     gradients: int
@@ -69,8 +69,8 @@ def estimate(args: Arguments, *, slot_bytes: int | None = None, engine: EngineSe
     shape = shape_of(args)
     stages: tuple[StageMemory, ...] = ()
     if not args.debug_rollout_only:
-        ranges = stage_layers(args)
-        stages = tuple(_stage(args, shape, ranges, number) for number in range(len(ranges)))
+        parts = stage_layers(args)
+        stages = tuple(_stage(args, shape, parts, number) for number in range(len(parts)))
     if args.debug_train_only or not args.rollout_num_gpus:
         return MemoryPlan(stages, None)
     settings = engine or EngineSettings.from_options(args.sglang_options)
@@ -82,26 +82,25 @@ def parameter_bytes(args: Arguments) -> int:
     return 2 if args.bf16 or args.fp16 else 4
 
 
-def _stage(args: Arguments, shape: Shape, ranges: list[range], number: int) -> StageMemory:
+def _stage(args: Arguments, shape: Shape, parts: list[tuple[int, ...]], number: int) -> StageMemory:
     groups, element = groups_of(args), parameter_bytes(args)
-    first, last = number == 0, number == len(ranges) - 1
+    first, last = number == 0, number == len(parts) - 1
     split = Split(groups.tensor, groups.expert_tensor, groups.expert)
-    weights = stage_weights(shape, split, ranges[number], first=first, last=last)
+    weights = stage_weights(shape, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
     held = (dense + expert) * element
     setting = _setting(args, groups, element)
-    in_flight = min(len(ranges) - number, _micro_batches(args, groups))
     return StageMemory(
-        layers=ranges[number],
+        layers=parts[number],
         parameters=weights.total,
         weights=held,
         gradients=(dense + expert) * gradient_bytes(args),
         optimizer=state - offloaded,
-        activations=in_flight * saved_bytes(shape, setting, ranges[number], last=last),
+        activations=int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
         loss=logits_bytes(shape, setting, args.log_probs_chunk_size) if last else 0,
-        backward=working_bytes(shape, setting, ranges[number]),
+        backward=working_bytes(shape, setting, parts[number]),
         weight_update=0 if args.debug_train_only else min(args.update_weight_buffer_size, weights.total * element),
         host=offloaded + (2 * weights.total * element if args.use_reference else 0),
     )
@@ -159,6 +158,16 @@ def _setting(args: Arguments, groups: Groups, element: int) -> Setting:
         method=args.recompute_method,
         unit=args.recompute_num_layers or 1,
     )
+
+
+def _in_flight(args: Arguments, groups: Groups, stage: int) -> float:
+    """Micro-batches that a stage has begun and not finished, in the 1F1B schedule (arXiv:2104.04473, section 2.2).
+
+    Stage i of p holds p - i of them; with v virtual stages up to 2 (p - i - 1) + (v - 1) p + 1 pieces of 1 / v.
+    """
+    stages, rounds = groups.pipeline, args.virtual_pipeline_model_parallel_size or 1
+    begun = (2 * (stages - stage - 1) + (rounds - 1) * stages + 1) / rounds if rounds > 1 else stages - stage
+    return min(begun, _micro_batches(args, groups))
 
 
 def _micro_batches(args: Arguments, groups: Groups) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from slimrl.arguments.plan.shape import Experts, LatentAttention, Shape
 
@@ -70,7 +71,7 @@ def _whole(shape: Shape) -> Weights:
     return stage_weights(shape, WHOLE, range(shape.layers), first=True, last=True)
 
 
-def stage_weights(shape: Shape, split: Split, layers: range, *, first: bool, last: bool) -> Weights:
+def stage_weights(shape: Shape, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
     """The tensors of one slot of a pipeline stage with these layers; `first` and `last` say which ends it holds."""
     matrix = (shape.padded_vocab // split.tp * shape.hidden,)
     weights = Weights(matrix) if first or (last and shape.mtp_layers) else Weights()

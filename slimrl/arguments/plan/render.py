@@ -98,6 +98,13 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
+def _runs(numbers: Sequence[int]) -> str:
+    """ "0-3 and 8-11": where numbers follow each other."""
+    starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
+    pieces = [numbers[start:end] for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    return " and ".join(map(_span, pieces)) or "none"
+
+
 def _groups(plan: Plan) -> Iterator[str]:
     if not plan.placement.train:
         return
@@ -120,7 +127,7 @@ def _groups(plan: Plan) -> Iterator[str]:
         rows.append((name, size, meanings[name], _ranks(rank_lists(sizes, name), groups.world) if size > 1 else "-"))
     yield from table(rows)
     if groups.pipeline > 1:
-        layers = ", ".join(f"{number}: {_span(list(s.layers))}" for number, s in enumerate(plan.memory.stages))
+        layers = ", ".join(f"{number}: {_runs(s.layers)}" for number, s in enumerate(plan.memory.stages))
         yield f"layers of each stage: {layers}"
 
 

@@ -1,0 +1,195 @@
+"""`--dry-run` as a user has it: what it prints, what it refuses, how long it takes, what it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.arguments.plan import Machine, Surroundings, make_plan, refusals
+from slimrl.arguments.plan.render import render, table
+from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
+from tests.arguments.plan.test_files import safetensors
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 2**30
+HERE = Surroundings(Machine(gpus=(), host=None))
+H100S = Surroundings(Machine(gpus=(80 * GIB,) * 8, host=None))
+
+
+def plan_of(recipe, more="", *, placement=COLOCATED, around=HERE, entry="train.py"):
+    args, problems = read_args(recipe.line(f"--run-name x {more}", placement=placement), entry=entry)
+    assert problems == []
+    return make_plan(args, entry, around)
+
+
+def sentences(plan):
+    return [problem.sentence for problem in refusals(plan)]
+
+
+def test_the_recipe_shows_its_numbers(recipe):
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000019")
+    text = render(plan_of(recipe, "--bf16 --slot-memory-gib 80 --sglang-mem-fraction-static 0.4"))
+    flat = re.sub(r"[ ]+", " ", text)
+    for expected in (
+        "rollouts 20 to 2999 (2980)",
+        "training 8 0: 0-7",
+        "TP 2 share each layer's matrices [0,1] [2,3] [4,5] [6,7]",
+        "DP 4 copies of the model, each with its own samples [0,2,4,6] [1,3,5,7]",
+        "samples 256 32 x --n-samples-per-prompt 8",
+        "samples per step and data parallel rank 64 256 / 4 ranks",
+        "parameters 4,022,468,096 4.02 B",
+        "on one training slot 2,011,495,936 2.01 B",
+        f"weights --load {recipe.dir}/ckpt/iter_0000019 (after rollout 19)",
+        "goes on with rollout 20",
+        "slimrl.rollout.sglang_rollout.generate_rollout",
+        "3 0: 6-7 45 runs/x/logs/sglang3.log",
+        f"--model-path {recipe.dir}/hf --tp-size 2 --mem-fraction-static 0.4",
+        "weights 3.75 GiB",
+        "gradients 7.49 GiB",
+        "optimizer state 5.62 GiB",
+        "KV cache 72.0 KiB per token",
+        "0.4 of the slot = 32.00 GiB",
+    ):
+        assert expected in flat, expected
+    assert re.search(r"sglang_rollout\.py:\d+", text)
+
+
+def test_split_roles_show_their_own_nodes(recipe):
+    flat = re.sub(r"[ ]+", " ", render(plan_of(recipe, "--rollout-num-gpus 14", placement=SPLIT)))
+    assert "training 2 0: 0-1" in flat
+    assert "engines 14 0: 2-7; 1: 0-7" in flat
+    assert "16 slots, on 2 nodes of 8 slots each" in flat
+
+
+def test_the_asynchronous_program_says_that_it_runs_ahead(recipe):
+    assert "one rollout ahead" in render(plan_of(recipe, placement=SPLIT, entry="train_async.py"))
+
+
+def test_one_role_alone_shows_nothing_of_the_other(recipe):
+    text = render(plan_of(recipe, "--rollout-num-gpus 4 --debug-rollout-only", placement="--actor-num-gpus-per-node 2"))
+    assert "Parallel groups" not in text
+    assert "gradients" not in text
+    assert "KV cache" in text
+
+
+def test_columns_are_padded_and_numbers_stand_right():
+    assert table([("a", 5, "x"), ("bbb", 10, "y")]) == ["a     5  x", "bbb  10  y"]
+
+
+def test_a_recipe_that_fits_is_not_refused(recipe):
+    assert sentences(plan_of(recipe, "--bf16 --sglang-mem-fraction-static 0.4", around=H100S)) == []
+
+
+def test_a_cluster_with_too_few_slots_is_refused(recipe):
+    (sentence,) = sentences(plan_of(recipe, around=Surroundings(Machine((), None), nodes=[4])))
+    assert "ask for 8 slots (8 for training, 8 for engines, the same ones) and the Ray cluster has 4" in sentence
+    alone = Surroundings(Machine(gpus=(80 * GIB,) * 4, host=None))
+    (sentence,) = sentences(plan_of(recipe, around=alone))
+    assert "this machine has 4" in sentence
+
+
+def test_an_engine_across_nodes_is_refused(recipe):
+    placement = "--actor-num-gpus-per-node 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4"
+    (sentence,) = sentences(plan_of(recipe, placement=placement + " --rollout-num-gpus-per-engine 4 ", more=placement))
+    assert "engine 1 would get the slots 6 to 9, which lie on nodes 0 and 1 by --num-gpus-per-node 8" in sentence
+
+
+def test_a_layer_shared_across_nodes_is_refused(recipe):
+    around = Surroundings(Machine((), None), nodes=[3, 3])
+    placement = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --rollout-num-gpus 2"
+    (sentence,) = sentences(plan_of(recipe, placement=placement, more="--rollout-num-gpus-per-engine 1", around=around))
+    assert "training slots 2 to 3 share layers (--tensor-model-parallel-size 2) and lie on nodes 0 and 1" in sentence
+
+
+def test_too_little_memory_for_training_is_refused_with_the_sum(recipe):
+    (sentence,) = sentences(plan_of(recipe, "--bf16 --slot-memory-gib 16"))
+    assert sentence.startswith("training needs ")
+    assert "weights 3.75 GiB + gradients 7.49 GiB + optimizer 5.62 GiB" in sentence
+    assert "raise --tensor-model-parallel-size" in sentence
+
+
+def test_two_roles_that_do_not_fit_beside_each_other_are_refused(recipe):
+    plan = plan_of(recipe, "--bf16 --sglang-mem-fraction-static 0.8", around=H100S)
+    (sentence,) = sentences(plan)
+    rest = 80 - plan.memory.largest_stage.total / GIB
+    assert f"give --sglang-mem-fraction-static {int(rest / 80 * 100) / 100:g} or less" in sentence
+
+
+def test_a_cache_too_small_for_one_sample_is_refused(recipe):
+    (sentence,) = sentences(plan_of(recipe, "--sglang-mem-fraction-static 0.05", placement=SPLIT, around=H100S))
+    assert "0.05 x 80.00 GiB (nvidia-smi) = 4.00 GiB for weights of 3.75 GiB" in sentence
+    assert "the longest sample has 8,192" in sentence
+
+
+def test_without_gpus_all_slots_draw_on_the_machines_memory(recipe):
+    around = Surroundings(Machine(gpus=(), host=15 * GIB))
+    (sentence,) = sentences(plan_of(recipe, around=around))
+    assert "this machine has no GPU and 15.00 GiB of memory; 8 training slots take" in sentence
+    assert sentences(plan_of(recipe, "--slot-memory-gib 141 --sglang-mem-fraction-static 0.5", around=around)) == []
+
+
+def test_weights_files_of_another_model_are_refused(recipe):
+    safetensors(recipe.dir / "hf" / "model.safetensors", {"model.embed_tokens.weight": [100, 10]})
+    (sentence,) = sentences(plan_of(recipe))
+    assert "describe 4,022,468,096 weights" in sentence
+    assert "hold 1,000, 4,022,467,096 less" in sentence
+
+
+def test_an_incomplete_model_folder_is_refused(recipe):
+    safetensors(recipe.dir / "hf" / "model-1.safetensors", {"a": [3]})
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}
+    (recipe.dir / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (sentence,) = sentences(plan_of(recipe))
+    assert "its index names model-2.safetensors and 1 more files that are not there" in sentence
+
+
+def run(recipe, program, *more, placement=COLOCATED):
+    line = [sys.executable, str(ROOT / program), *recipe.line("--dry-run " + " ".join(more), placement=placement)]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    started = time.perf_counter()
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=recipe.dir, env=environment)
+    return done, time.perf_counter() - started
+
+
+@pytest.mark.parametrize(("program", "placement"), [("train.py", COLOCATED), ("train_async.py", SPLIT)])
+def test_both_programs_print_the_plan_in_less_than_two_seconds(recipe, program, placement):
+    done, seconds = run(recipe, program, "--slot-memory-gib 141 --sglang-mem-fraction-static 0.5", placement=placement)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Plan of {program}: nothing is started.")
+    assert seconds < 2
+    assert not (recipe.dir / "runs").exists()
+
+
+def test_a_refused_plan_ends_with_exit_code_2_and_the_plan_is_still_shown(recipe):
+    done, _ = run(recipe, "train.py", "--slot-memory-gib 4")
+    assert done.returncode == 2
+    assert "Memory of one slot" in done.stdout
+    assert "1 problem with the command line; nothing was started." in done.stderr
+
+
+def test_a_broken_weights_file_is_a_sentence(recipe):
+    (recipe.dir / "hf" / "model.safetensors").write_bytes(b"short")
+    done, _ = run(recipe, "train.py")
+    assert done.returncode == 2
+    assert "is cut short or no safetensors file" in done.stderr
+
+
+def test_nothing_heavy_is_imported(recipe):
+    program = (
+        "import sys; from slimrl.cluster.main import main;"
+        "code = main('train.py', None, sys.argv[1:]);"
+        "print(sorted({'torch', 'ray', 'megatron', 'sglang', 'transformers', 'numpy'} & set(sys.modules)), code)"
+    )
+    line = [sys.executable, "-c", program, *recipe.line("--dry-run --slot-memory-gib 141")]
+    line += ["--sglang-mem-fraction-static", "0.5"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    assert done.stdout.splitlines()[-1] == "[] 0", done.stderr

@@ -1,0 +1,139 @@
+"""Checkpoints that a run starts from, the headers of weights files, and where hooks are written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slimrl.arguments.plan.checkpoints import find, start_of
+from slimrl.arguments.plan.hf_files import UnreadableFileError, read_hf_files
+from slimrl.arguments.plan.hook_places import hook_places
+from tests.arguments.plan.published import QWEN3_4B, flags
+
+
+def checkpoint(folder: Path, latest: str) -> str:
+    name = latest if latest == "release" else f"iter_{int(latest):07d}"
+    (folder / name).mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(latest)
+    return str(folder)
+
+
+def test_a_fresh_start_takes_the_reference_and_begins_at_rollout_0(tmp_path):
+    reference = checkpoint(tmp_path / "ref", "release")
+    start = start_of(flags(QWEN3_4B, ref_load=reference, load=str(tmp_path / "new"), use_kl_loss=True))
+    assert (start.flag, start.first_rollout, start.resumed) == ("--ref-load", 0, False)
+    assert start.weights == start.reference
+    assert start.weights.folder == tmp_path / "ref" / "release"
+
+
+def test_a_resumed_run_goes_on_behind_the_newest_iteration(tmp_path):
+    load = checkpoint(tmp_path / "run", "19")
+    start = start_of(flags(QWEN3_4B, load=load))
+    assert (start.flag, start.first_rollout, start.resumed, start.reference) == ("--load", 20, True, None)
+    assert start.weights.folder.name == "iter_0000019"
+
+
+def test_finetune_takes_the_weights_alone(tmp_path):
+    start = start_of(flags(QWEN3_4B, load=checkpoint(tmp_path / "run", "19"), finetune=True))
+    assert (start.first_rollout, start.resumed) == (0, False)
+
+
+def test_a_step_and_a_first_rollout_may_be_given(tmp_path):
+    load = checkpoint(tmp_path / "run", "19")
+    (tmp_path / "run" / "iter_0000009").mkdir()
+    start = start_of(flags(QWEN3_4B, load=load, ckpt_step=9, start_rollout_id=3))
+    assert (start.weights.folder.name, start.first_rollout, start.resumed) == ("iter_0000009", 3, True)
+
+
+def test_a_checkpoints_own_folder_is_taken(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    (folder / "metadata.json").write_text("{}")
+    assert find(str(folder), None).iteration == 7
+
+
+def safetensors(path: Path, tensors: dict[str, list[int]], dtype: str = "BF16", width: int = 2) -> None:
+    """A file with these shapes, all zero."""
+    entries, offset = {}, 0
+    for name, shape in tensors.items():
+        size = width
+        for length in shape:
+            size *= length
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(offset))
+
+
+def test_elements_are_counted_without_scales_prediction_layers_and_a_second_embedding(tmp_path):
+    safetensors(
+        tmp_path / "model.safetensors",
+        {
+            "model.embed_tokens.weight": [10, 4],
+            "model.layers.0.mlp.up_proj.weight": [8, 4],
+            "model.layers.0.mlp.up_proj.weight_scale_inv": [1, 1],
+            "model.layers.1.mlp.up_proj.weight": [8, 4],
+            "model.layers.2.eh_proj.weight": [4, 8],
+            "model.mtp_layers.0.norm.weight": [4],
+            "model.norm.weight": [4],
+            "lm_head.weight": [10, 4],
+        },
+    )
+    tied = read_hf_files(tmp_path, layers=2, tied=True)
+    assert (tied.files, tied.tensors, tied.elements) == (1, 8, 40 + 32 + 32 + 4)
+    assert tied.bytes == 2 * (40 + 32 + 1 + 32 + 32 + 4 + 4 + 40)
+    assert read_hf_files(tmp_path, layers=2, tied=False).elements == 40 + 32 + 32 + 4 + 40
+
+
+def test_a_shard_that_the_index_names_may_be_missing(tmp_path):
+    safetensors(tmp_path / "model-1.safetensors", {"a": [3]})
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = read_hf_files(tmp_path, layers=1, tied=False)
+    assert (files.elements, files.missing) == (3, ("model-2.safetensors",))
+
+
+def test_packed_weights_are_not_compared(tmp_path):
+    safetensors(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.qweight": [2, 2]})
+    assert read_hf_files(tmp_path, layers=1, tied=False).elements is None
+
+
+def test_a_folder_without_weights_has_no_files(tmp_path):
+    assert read_hf_files(tmp_path, layers=1, tied=False) is None
+
+
+@pytest.mark.parametrize("content", [b"short", (10).to_bytes(8, "little") + b"not json!!", b""])
+def test_a_broken_file_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnreadableFileError, match=r"model\.safetensors"):
+        read_hf_files(tmp_path, layers=1, tied=False)
+
+
+def test_a_file_cut_short_is_named(tmp_path):
+    safetensors(tmp_path / "model.safetensors", {"a": [100]})
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(UnreadableFileError, match="cut short"):
+        read_hf_files(tmp_path, layers=1, tied=False)
+
+
+def test_hooks_are_found_in_their_source_without_an_import(tmp_path, monkeypatch):
+    (tmp_path / "my_hooks").mkdir()
+    (tmp_path / "my_hooks" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "my_hooks" / "judge.py").write_text(
+        "import torch_of_tomorrow\n\n\nasync def judge(args, sample): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    args = flags(QWEN3_4B, custom_rm_path="my_hooks.judge.judge", custom_generate_function_path="no.such.thing")
+    places = {place.door: place for place in hook_places(args)}
+    assert (places["--custom-rm-path"].file.name, places["--custom-rm-path"].line) == ("judge.py", 4)
+    assert "--custom-generate-function-path" not in places
+    assert places["--rollout-function-path"].file.name == "sglang_rollout.py"
+
+
+def test_slimes_paths_are_found_where_slimrl_has_them():
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    places = {place.door: place for place in hook_places(flags(QWEN3_4B, dynamic_sampling_filter_path=path))}
+    found = places["--dynamic-sampling-filter-path"]
+    assert found.function.startswith("slimrl.")
+    assert found.line is not None

@@ -1,0 +1,211 @@
+"""The estimate of a slot's memory against numbers worked out by hand."""
+
+import pytest
+
+from slimrl.arguments.plan import estimate
+from slimrl.arguments.plan.activations import Setting, layer_bytes, layer_parts, logits_bytes, saved_bytes
+from slimrl.arguments.plan.engine_memory import EngineSettings, cache_elements_per_token, engine_memory
+from slimrl.arguments.plan.shape import Shape, shape_of
+from tests.arguments.plan.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
+
+SLOT = 2_011_495_936  # parameters of Qwen3-4B on one of two tensor parallel slots: see test_parameters
+TP2 = dict(
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    rollout_num_gpus=8,
+    colocate=True,
+    use_distributed_optimizer=False,
+)
+
+
+def only_stage(*parts, **changes):
+    (stage,) = estimate(flags(*parts, **changes)).stages
+    return stage
+
+
+def test_bf16_has_two_byte_weights_four_byte_gradients_and_twelve_byte_optimizer_state():
+    stage = only_stage(QWEN3_4B, TP2, bf16=True)
+    assert (stage.parameters, stage.weights) == (SLOT, 2 * SLOT)
+    assert (stage.gradients, stage.optimizer) == (4 * SLOT, 12 * SLOT)
+
+
+def test_a_distributed_optimizer_is_divided_over_the_data_parallel_slots():
+    stage = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True)
+    assert (stage.weights, stage.gradients) == (2 * SLOT, 4 * SLOT)
+    assert stage.optimizer == 12 * SLOT // 4 == 6_034_487_808
+
+
+def test_fp32_needs_no_second_copy_of_the_weights():
+    stage = only_stage(QWEN3_4B, TP2)
+    assert (stage.weights, stage.gradients, stage.optimizer) == (4 * SLOT, 4 * SLOT, 8 * SLOT)
+
+
+def test_fp16_keeps_its_gradients_in_fp16_unless_told_otherwise():
+    assert only_stage(QWEN3_4B, TP2, fp16=True).gradients == 2 * SLOT
+    assert only_stage(QWEN3_4B, TP2, fp16=True, accumulate_allreduce_grads_in_fp32=True).gradients == 4 * SLOT
+
+
+def test_an_offloaded_optimizer_lies_in_host_memory():
+    stage = only_stage(QWEN3_4B, TP2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
+    assert (stage.optimizer, stage.host) == (3 * SLOT, 9 * SLOT)
+
+
+def test_a_reference_model_takes_two_copies_of_the_weights_in_host_memory():
+    assert only_stage(QWEN3_4B, TP2, bf16=True, use_kl_loss=True).host == 2 * 2 * SLOT
+
+
+def test_sgd_keeps_one_moment_and_fewer_bits_may_be_asked_for():
+    assert only_stage(QWEN3_4B, TP2, bf16=True, optimizer="sgd").optimizer == 8 * SLOT
+    narrow = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    assert only_stage(QWEN3_4B, TP2, bf16=True, **narrow).optimizer == 6 * SLOT  # 16 missing bits, two bf16 moments
+
+
+def test_experts_are_divided_over_their_own_data_parallel_slots():
+    parallel = dict(expert_model_parallel_size=8, use_distributed_optimizer=True, actor_num_nodes=2)
+    stage = only_stage(QWEN3_30B_A3B, bf16=True, **parallel)
+    expert = 48 * 16 * 3 * 2048 * 768
+    dense = 30_532_122_624 - 8 * expert
+    assert stage.weights == 2 * (dense + expert)
+    assert stage.optimizer == 12 * (dense // 16 + expert // 2)  # 16 copies of dense weights, 2 of each expert
+
+
+def test_a_layer_keeps_what_korthikanti_et_al_count_less_scores_and_dropout():
+    # GPT-3's layer: heads * width = hidden, ffn = 4 hidden, no gate, no grouped queries; 16-bit. Their 34 s b h are
+    # 2 + 8 + 2 + 2 + 2 (attention: input, QKV, values, ...) + 19 (MLP) + 4 (norms) with masks of dropout and GELU's
+    # input and output; here: norms' inputs and outputs 4 x 2, q k v and result 4 x 2, MLP's 4 h twice: 2 x 4 x 2.
+    shape = gpt(hidden=1024, heads=16)
+    setting = Setting(tokens=10, element=2)
+    assert layer_bytes(shape, setting, moe=False) == 10 * (1024 * (8 + 8 + 16) + 4 * 16)
+
+
+def gpt(hidden, heads):
+    return Shape(
+        hidden=hidden,
+        ffn=4 * hidden,
+        heads=heads,
+        groups=heads,
+        head_width=hidden // heads,
+        vocab=1000,
+        padded_vocab=1024,
+        tied=True,
+        gated=False,
+        qk_norm=False,
+        linear_bias=True,
+        qkv_bias=True,
+        norm_bias=True,
+        norms_per_layer=2,
+        moe_layers=(False,) * 4,
+    )
+
+
+def test_tensor_parallelism_divides_everything_only_with_sequence_parallelism():
+    shape = gpt(hidden=1024, heads=16)
+    whole = layer_bytes(shape, Setting(tokens=64, element=2), moe=False)
+    assert layer_bytes(shape, Setting(tokens=64, element=2, tensor=4, sequence=4), moe=False) == whole // 4
+    norms = 64 * 1024 * 8
+    assert layer_bytes(shape, Setting(tokens=64, element=2, tensor=4), moe=False) == norms + (whole - norms) // 4
+
+
+def test_qwen3_4b_keeps_so_many_bytes_per_token_and_layer():
+    # 16-bit elements: 4 x 2560 around the norms; q and result 2 x 4096, k and v 2 x 1024, q and k before their norm
+    # 5120; gate, up and product 3 x 9728; float32 sums of 32 heads
+    per_token = 2 * (4 * 2560 + 2 * 4096 + 2 * 1024 + 5120 + 3 * 9728) + 4 * 32
+    shape = shape_of(flags(QWEN3_4B))
+    assert layer_bytes(shape, Setting(tokens=1, element=2), moe=False) == per_token
+    assert layer_bytes(shape, Setting(tokens=1, element=2, fused=False), moe=False) == per_token + 2 * 9728
+
+
+def test_full_recomputation_keeps_the_layers_inputs():
+    shape = shape_of(flags(QWEN3_4B))
+    one = 100 * 2560 * 2
+
+    def kept(**more):
+        return saved_bytes(shape, Setting(tokens=100, element=2, **more), range(36), last=False)
+
+    assert kept(granularity="full", method="uniform", unit=1) == 36 * one
+    assert kept(granularity="full", method="uniform", unit=10) == 4 * one
+    layer = layer_bytes(shape, Setting(tokens=100, element=2), moe=False)
+    assert kept() == 36 * layer
+    assert kept(granularity="full", method="block", unit=30) == 30 * one + 6 * layer
+
+
+def test_selective_recomputation_drops_the_named_modules():
+    shape = shape_of(flags(QWEN3_30B_A3B))
+    setting = Setting(tokens=8, element=2, granularity="selective", modules=("moe_act", "layernorm"))
+    parts = layer_parts(shape, setting, moe=True)
+    assert parts["moe_act"] == 8 * 8 * 768 * 2  # 8 tokens, 8 experts each, one product per expert
+    assert parts["layernorm"] == 8 * 2 * 2048 * 2
+    everything = sum(parts.values())
+    assert layer_bytes(shape, setting, moe=True) == everything - parts["moe_act"] - parts["layernorm"]
+
+
+def test_experts_keep_a_copy_of_each_token_per_expert_it_is_sent_to():
+    shape = shape_of(flags(DEEPSEEK_V3))
+    parts = layer_parts(shape, Setting(tokens=1, element=2), moe=True)
+    assert parts["moe"] == 2 * 4 * 256 + 8 * (7168 + 2 * 2048) * 2
+    assert parts["shared_experts"] == 3 * 2048 * 2
+    assert parts["mla_up_proj"] == 128 * (2 * 192 + 128) * 2
+
+
+def test_earlier_pipeline_stages_hold_more_micro_batches():
+    stages = estimate(flags(QWEN3_4B, bf16=True, pipeline_model_parallel_size=4)).stages
+    assert stages[0].activations == 4 * stages[2].activations // 2  # 4 and 2 in flight
+    assert [stage.loss > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_few_micro_batches_fill_no_pipeline():
+    short = dict(pipeline_model_parallel_size=4, rollout_batch_size=1, n_samples_per_prompt=4, micro_batch_size=2)
+    stages = estimate(flags(QWEN3_4B, bf16=True, **short)).stages
+    assert stages[0].activations == stages[1].activations  # two data parallel ranks, one micro-batch each
+
+
+def test_logits_count_three_copies_and_two_float32_buffers_of_a_chunk():
+    shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
+    setting = Setting(tokens=9216, element=2, tensor=2)
+    assert logits_bytes(shape, setting, -1) == 76032 * 9216 * (3 * 2 + 2 * 4)
+    assert logits_bytes(shape, setting, 1024) == 76032 * (9216 * 6 + 1024 * 8)
+
+
+def test_the_peak_has_the_loss_or_a_layers_backward_pass():
+    stage = only_stage(QWEN3_4B, TP2, bf16=True)
+    assert stage.total == stage.resident + stage.activations + max(stage.loss, stage.backward)
+
+
+def test_keys_and_values_take_what_each_layer_keeps_of_a_token():
+    shape = shape_of(flags(QWEN3_4B))
+    assert cache_elements_per_token(shape, 1) == 36 * 2 * 8 * 128
+    assert cache_elements_per_token(shape, 2) == 36 * 2 * 4 * 128
+    assert cache_elements_per_token(shape, 16) == 36 * 2 * 1 * 128  # a head is held twice
+    assert cache_elements_per_token(shape_of(flags(DEEPSEEK_V3)), 8) == 61 * 576
+
+
+def test_the_cache_takes_what_the_engines_part_of_a_slot_leaves():
+    shape = shape_of(flags(QWEN3_4B))
+    memory = engine_memory(shape, EngineSettings(fraction=0.5), 1, 80 * 2**30)
+    assert memory.weights == 2 * 4_022_468_096
+    assert memory.cache_per_token == 147_456
+    assert memory.tokens == (40 * 2**30 - 8_044_936_192) // 147_456 == 236_712
+    assert engine_memory(shape, EngineSettings(max_tokens=1000), 1, 80 * 2**30).tokens == 1000
+    assert engine_memory(shape, EngineSettings(), 1, None).tokens is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, EngineSettings(2.0, 2, 0.88, None)),
+        ({"mem_fraction_static": 0.6, "kv_cache_dtype": "fp8_e4m3"}, EngineSettings(2.0, 1, 0.6, None)),
+        ({"dtype": "float32", "max_total_tokens": 8192}, EngineSettings(4.0, 4, 0.88, 8192)),
+    ],
+)
+def test_the_servers_options_decide_how_it_keeps_numbers(options, expected):
+    assert EngineSettings.from_options(options) == expected
+
+
+def test_an_engine_reads_its_bytes_per_weight_from_the_checkpoint():
+    assert EngineSettings.from_options({}, weight_bytes=1.02).weight_bytes == 1.02
+    assert EngineSettings.from_options({"dtype": "bfloat16"}, weight_bytes=4.0).weight_bytes == 2.0
+
+
+def test_no_role_no_memory():
+    assert estimate(flags(QWEN3_4B, debug_rollout_only=True, rollout_num_gpus=1)).stages == ()
+    assert estimate(flags(QWEN3_4B, debug_train_only=True, rollout_num_gpus=1)).engine is None
