@@ -48,7 +48,7 @@ def _layout(args: Arguments) -> None:
         args.sequence_parallel = False
         args.notes.append("--sequence-parallel is off: it shares work among tensor parallel slots and there is 1.")
     if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = 1
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     model_slots = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model_slots > 0:
         args.data_parallel_size = max(args.actor_num_gpus // model_slots, 1)
@@ -67,6 +67,8 @@ def _pipeline(args: Arguments) -> None:
         counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
         virtual = (args.num_layers + counted) // stages // layers
     args.virtual_pipeline_model_parallel_size = virtual if virtual and virtual > 1 else None
+    if args.virtual_pipeline_model_parallel_size is not None and args.microbatch_group_size_per_vp_stage is None:
+        args.microbatch_group_size_per_vp_stage = stages if stages > 1 else None
 
 
 def _experts(args: Arguments) -> None:

@@ -145,6 +145,8 @@ class RolloutManager:
         return schedule_batch(
             batch,
             data_parallel_size=self._data_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
             global_batch_size=args.global_batch_size,
             micro_batch_size=args.micro_batch_size,
             max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,

@@ -205,7 +205,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
 
 def _start_manager(args: Arguments, plan: SlotPlan, environment: dict[str, str]) -> ray.actor.ActorHandle:
     options = {"runtime_env": {"env_vars": environment}, "name": "rollout manager", "max_concurrency": 64}
-    data_parallel_size = max(1, len(plan.train) // args.tensor_model_parallel_size)
+    data_parallel_size = args.data_parallel_size if plan.train else 1
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
     return RolloutManager.options(**options).remote(args, data_parallel_size, log_path, Path.cwd())
 

@@ -31,8 +31,10 @@ def lower_bound(lengths: Sequence[int], cap: int) -> int:
     return over + max(by_volume, by_size)
 
 
-def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -> list[Bins]:
+def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int = 1) -> list[Bins]:
     """Bins of at most `cap` tokens for each rank: as few as can be found, the same number on every rank, none empty.
+
+    That number is a multiple of `group`.
 
     A sample longer than the cap has a bin of its own. `costs` are evened out over the ranks, and over the bins
     of a rank, as far as the cap leaves room. Bins stand dearest first, so that ranks work on similar ones together.
@@ -40,7 +42,8 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -
     Raises ValueError where there are fewer samples than bins.
     """
     tight = best_fit_decreasing(lengths, cap)
-    n_bins = -(-max(lower_bound(lengths, cap), 1) // ranks) * ranks
+    unit = ranks * group
+    n_bins = -(-max(lower_bound(lengths, cap), 1) // unit) * unit
     while n_bins <= len(lengths):
         dealt = _ranks_first(lengths, costs, cap, ranks, n_bins // ranks)
         if dealt is not None:
@@ -51,10 +54,12 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -
             bins = None if found is None else split_to(found, costs, n_bins)
         if bins is not None:
             return deal(bins, costs, ranks)
-        n_bins += ranks
+        n_bins += unit
+    in_groups = "" if group == 1 else f" in groups of {group}"
     raise ValueError(
-        f"{len(lengths)} samples cannot fill {n_bins} micro-batches ({n_bins // ranks} on each of {ranks} data-parallel"
-        f" ranks, at most {cap} tokens each): make --global-batch-size a multiple of the ranks"
+        f"{len(lengths)} samples cannot fill {n_bins} micro-batches ({n_bins // ranks}{in_groups} on each of {ranks}"
+        f" data-parallel ranks, at most {cap} tokens each): make --global-batch-size a multiple of the ranks"
+        + (" x that group" if group > 1 else "")
     )
 
 

@@ -2,6 +2,7 @@
 
 Promises: deterministic; every sample exactly once; steps of `global_batch_size` samples in their order;
 the same number of micro-batches on every rank; none empty; none above the cap except a longer sample alone.
+Called by the rollout manager.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from slimrl.data.batch import RolloutBatch
 DEFAULT_BREAK_EVEN_TOKENS = 32_768
 
 
+def sequence_multiple(context_parallel_size: int) -> int:
+    """Every sample is padded to a multiple of this many tokens: context parallelism cuts it into equal pieces."""
+    return 2 * context_parallel_size if context_parallel_size > 1 else 1
+
+
 def schedule_batch(
     batch: RolloutBatch,
     *,
     data_parallel_size: int,
+    context_parallel_size: int = 1,
+    micro_batch_group: int = 1,
     global_batch_size: int,
     micro_batch_size: int,
     max_tokens_per_micro_batch: int | None,
@@ -30,10 +38,12 @@ def schedule_batch(
     """One batch per data-parallel rank, its rows and its schedule; see the module's promises.
 
     With `max_tokens_per_micro_batch` (prompt + response tokens) micro-batches hold as many samples as fit, and
-    there are as few as can be found; with None they hold `micro_batch_size` samples. `balance` evens out over the
-    ranks the cost `length + length**2 / break_even_tokens` (linear layers + attention); without it samples
-    stay in their order as far as the packing allows. `samples_per_step` and `tokens_per_step` count the samples
-    and the trained tokens of all ranks.
+    there are as few as can be found; with None they hold `micro_batch_size` samples. The ranks of a context-parallel
+    group share a micro-batch, so that it holds `context_parallel_size` times as many tokens. A rank's micro-batches
+    of a step come in whole groups of `micro_batch_group`, as virtual pipeline stages take them. `balance` evens out
+    over the ranks the cost `length + length**2 / break_even_tokens` (linear layers + attention); without it samples
+    stay in their order as far as the packing allows. `samples_per_step` and `tokens_per_step` count the samples and
+    the trained tokens of all ranks.
 
     Raises ValueError where the samples do not divide into steps, ranks or micro-batches.
     """
@@ -44,8 +54,12 @@ def schedule_batch(
         )
     lengths = batch.total_lengths.tolist()
     costs = [length + length * length / break_even_tokens for length in lengths]
+    multiple = sequence_multiple(context_parallel_size)
+    padded = [-(-length // multiple) * multiple for length in lengths]
     if max_tokens_per_micro_batch is None:
-        _check_static(global_batch_size, data_parallel_size, micro_batch_size)
+        _check_static(global_batch_size, data_parallel_size, micro_batch_size, micro_batch_group)
+    else:
+        cap = max_tokens_per_micro_batch * context_parallel_size
 
     steps = []  # [step][rank][micro-batch] -> rows of the whole batch
     for start in range(0, len(batch), global_batch_size):
@@ -53,7 +67,7 @@ def schedule_batch(
         if max_tokens_per_micro_batch is None:
             ranks = _fixed_size(rows, costs, micro_batch_size, data_parallel_size, balance)
         else:
-            ranks = _under_cap(rows, lengths, costs, max_tokens_per_micro_batch, data_parallel_size, balance)
+            ranks = _under_cap(rows, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
         steps.append(ranks)
 
     trained = _trained_tokens(batch)
@@ -67,11 +81,12 @@ def schedule_batch(
     return per_rank
 
 
-def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_size: int) -> None:
-    if global_batch_size % (data_parallel_size * micro_batch_size):
+def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_size: int, group: int) -> None:
+    if global_batch_size % (data_parallel_size * micro_batch_size * group):
+        groups = "" if group == 1 else f" x {group} micro-batches that virtual pipeline stages take in a row"
         raise ValueError(
             f"--global-batch-size {global_batch_size} is not divisible by {data_parallel_size} data-parallel ranks x"
-            f" --micro-batch-size {micro_batch_size}: change one of them, or use --use-dynamic-batch-size"
+            f" --micro-batch-size {micro_batch_size}{groups}: change one of them, or use --use-dynamic-batch-size"
         )
 
 
@@ -84,10 +99,10 @@ def _fixed_size(rows: range, costs: Sequence[float], size: int, ranks: int, bala
 
 
 def _under_cap(
-    rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, balance: bool
+    rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int, balance: bool
 ) -> list[bins.Bins]:
     """As few micro-batches under the cap as can be found; rows ascending in each."""
-    packed = bins.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks)
+    packed = bins.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks, group)
     dealt = [[sorted(rows[position] for position in group) for group in rank] for rank in packed]
     return dealt if balance else _in_order([group for rank in dealt for group in rank], ranks)
 

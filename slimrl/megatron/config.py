@@ -198,6 +198,8 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     """How gradients are kept and reduced over data-parallel ranks."""
     values = _flag_values(DistributedDataParallelConfig, args)
     values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32 or args.bf16
+    # Stages that each run straight through gather their weights one by one; only virtual ones can be aligned.
+    values["align_param_gather"] = args.align_param_gather and args.virtual_pipeline_model_parallel_size is not None
     values["check_for_nan_in_grad"] = False  # the step's norm is looked at instead, after the reduction
     return DistributedDataParallelConfig(**values)
 

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slimrl.data.batch import RolloutBatch
+from slimrl.data.packing import sequence_multiple
 from slimrl.megatron.zigzag import held_rows, ranges
 
 
@@ -33,11 +34,6 @@ class MicroBatch:
     own: Tensor  # int64 [own response tokens]: which of the micro-batch's response tokens they are
     response_index: Tensor  # int64 [response tokens]: their places in the rank's response columns
     response_lengths: Tensor  # int64 [samples]
-
-
-def sequence_multiple(context_parallel_size: int) -> int:
-    """Every sequence is padded to a multiple of this many tokens, so that it can be cut (see `zigzag`)."""
-    return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 
 def pack_micro_batch(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.megatron import cpu
-from slimrl.platform import backend_name, bind_local_device, seed_everything
+from slimrl.platform import backend_name, bind_local_device, is_cpu, seed_everything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,12 @@ def initialize(
             f" (--tensor-model-parallel-size {args.tensor_model_parallel_size} x --pipeline-model-parallel-size"
             f" {args.pipeline_model_parallel_size} x --context-parallel-size {args.context_parallel_size}):"
             " change the number of ranks or one of the three sizes"
+        )
+    if is_cpu() and args.expert_model_parallel_size > 1 and args.expert_tensor_parallel_size > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} with --expert-tensor-parallel-size"
+            f" {args.expert_tensor_parallel_size} sends ranks unequal shares, which gloo, the transport of a machine"
+            " without GPUs, cannot do: give --expert-tensor-parallel-size 1"
         )
     device = bind_local_device(local_rank)
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)

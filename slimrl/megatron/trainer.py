@@ -18,9 +18,10 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
-from slimrl.megatron import checkpoint, config, parallel
+from slimrl.megatron import checkpoint, config, overlap, parallel
 from slimrl.megatron.advantages import token_advantages
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
+from slimrl.megatron.first_weights import is_hf_folder, load_first_weights
 from slimrl.megatron.forward import LogProbSettings, ResponseColumns, compute_log_probs, forward_backward
 from slimrl.megatron.loss import PolicyLossSettings
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
@@ -62,6 +63,7 @@ class MegatronTrainer:
         self._reference = self._load_reference()
         resumed = self._load_weights()
         self._wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in self.stages]
+        overlap.connect(self._wrapped)
         self.optimizer = build_optimizer(args, self._wrapped)
         self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
@@ -87,10 +89,16 @@ class MegatronTrainer:
                 f"--load {self.args.load} holds no checkpoint and --ref-load is not given: convert the model with"
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
-        checkpoint.load_stages(self.stages, Path(self.args.ref_load), self.args.ref_ckpt_step)
+        self._load_first(self.args.ref_load, self.args.ref_ckpt_step)
+
+    def _load_first(self, folder: str, step: int | None) -> None:
+        load_first_weights(self.args, self.stages, self.parallel, Path(folder), step)
 
     def _load_weights(self) -> CheckpointFolder | None:
         """Load the policy's weights; the checkpoint to resume from, None for a fresh start."""
+        if self.args.load is not None and is_hf_folder(Path(self.args.load)):
+            self._load_first(self.args.load, None)
+            return None
         found = checkpoint.find_checkpoint(self.args.load, self.args.ckpt_step)
         if found is None:
             if self._reference is None:  # with a reference its weights, the same ones, are in place
@@ -132,13 +140,15 @@ class MegatronTrainer:
 
         columns = self._columns(batch, everything, advance)
         metrics = []
-        for number, (micro_batches, samples) in enumerate(zip(steps, batch.samples_per_step, strict=True)):
-            metrics.append(self._train_step(micro_batches, columns, advance) | {"samples": float(samples)})
-            if not math.isfinite(metrics[-1]["grad_norm"]) and not self.args.fp16:
-                raise FloatingPointError(
-                    f"rollout {rollout_id}, optimizer step {number}: the gradient norm is {metrics[-1]['grad_norm']};"
-                    " resume from the last checkpoint with a lower --lr or without the samples of this rollout"
-                )
+        with overlap.weights_gathered_late(self._wrapped):
+            for number, (micro_batches, samples) in enumerate(zip(steps, batch.samples_per_step, strict=True)):
+                step = self._train_step(micro_batches, columns, advance)
+                metrics.append(step | {"samples": float(samples)})
+                if not math.isfinite(step["grad_norm"]) and not self.args.fp16:
+                    raise FloatingPointError(
+                        f"rollout {rollout_id}, optimizer step {number}: the gradient norm is {step['grad_norm']};"
+                        " resume from the last checkpoint with a lower --lr or without the samples of this rollout"
+                    )
         return metrics
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:

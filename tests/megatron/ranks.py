@@ -83,6 +83,8 @@ def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
     return schedule_batch(
         rollout,
         data_parallel_size=size,
+        context_parallel_size=args.context_parallel_size,
+        micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
         global_batch_size=len(rollout) // args.num_steps_per_rollout,
         micro_batch_size=args.micro_batch_size,
         max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,

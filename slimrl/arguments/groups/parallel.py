@@ -13,32 +13,26 @@ class ParallelArguments:
 
     tensor_model_parallel_size: int = flag(1, "slots that share each layer's matrices (count)", at_least=1)
     sequence_parallel: bool = flag(False, "share norm activations over the tensor parallel slots (off when that is 1)")
-    pipeline_model_parallel_size: int = flag(
-        1, "pipeline stages (count)", at_least=1, not_served="this version trains in one pipeline stage; leave it out"
-    )
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (count)", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(
         None,
         "layers of the first pipeline stage (count; an even share)",
         at_least=1,
-        not_served="this version trains in one pipeline stage; leave it out",
     )
     decoder_last_pipeline_num_layers: int | None = flag(
         None,
         "layers of the last pipeline stage (count; an even share)",
         at_least=1,
-        not_served="this version trains in one pipeline stage; leave it out",
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "layers of one virtual stage: each slot holds several of them (count; one stage per slot)",
         at_least=1,
-        not_served="this version trains in one pipeline stage; leave it out",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None,
         "virtual stages of each pipeline slot (count); instead of --num-layers-per-virtual-pipeline-stage",
         at_least=1,
-        not_served="this version trains in one pipeline stage; leave it out",
     )
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "micro-batches that a virtual stage takes in a row (count; pipeline stages)", at_least=1
@@ -54,7 +48,6 @@ class ParallelArguments:
         1,
         "slots that share each sample's tokens (count)",
         at_least=1,
-        not_served="this version keeps each sample on one slot; leave it out",
     )
     cp_comm_type: list[str] | None = flag(
         None,
@@ -82,14 +75,11 @@ class ParallelArguments:
         1,
         "slots that share the experts (count)",
         at_least=1,
-        not_served="this version trains all experts on each slot; leave it out",
     )
     expert_tensor_parallel_size: int | None = flag(
         None,
-        "slots that share each expert's matrices (count; 1)",
+        "slots that share each expert's matrices (count; --tensor-model-parallel-size)",
         at_least=1,
-        not_served="this version keeps each expert whole; leave it out or give 1",
-        served=(1,),
     )
     recompute_granularity: str | None = flag(
         None, "what to recompute in the backward pass (nothing)", choices=("full", "selective")
