@@ -7,6 +7,9 @@ writes ``model/`` (a Hugging Face checkpoint with tokenizer and chat template, f
 ``eval.jsonl`` (OpenAI messages under ``prompt``, the answer under ``label``) and ``model_args.sh`` (MODEL_ARGS for
 Megatron). The model is warm-started so that it solves 40 % of the eval problems; reinforcement learning can do the
 rest. The same seed gives the same files.
+
+With ``--family`` the model is a toy of another family, and ``size_args.sh`` takes the place of ``model_args.sh``: it
+appends the toy's sizes to the flags of a model of that family (``source scripts/models/moonlight.sh`` before it).
 """
 
 import argparse
@@ -19,8 +22,10 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from slimrl.tiny.families import FAMILIES, build_family_model, publish_config, size_args_script
 from slimrl.tiny.model import SIZES, TinySize, build_model, model_args_script
 from slimrl.tiny.task import Addition, split_additions
 from slimrl.tiny.tokenizer import build_tokenizer
@@ -45,6 +50,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="a named shape (default tiny)")
     for name in SHAPE_FLAGS:
         parser.add_argument("--" + name.replace("_", "-"), type=int, help=f"instead of {name} of --size")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="a toy of this family, whose shape is fixed")
     parser.add_argument("--untie", action="store_true", help="give the output layer weights of its own")
     parser.add_argument("--train-size", type=int, default=1600, help="problems in train.jsonl (default 1600)")
     parser.add_argument("--eval-size", type=int, default=128, help="problems in eval.jsonl (default 128)")
@@ -73,6 +79,11 @@ def main(argv: list[str]) -> int:
     if args.output_dir.exists() and not args.force:
         print(f"--output-dir {args.output_dir} exists; remove it, choose another or add --force", file=sys.stderr)
         return 2
+    shaped = [name for name in SHAPE_FLAGS if vars(args)[name] is not None]
+    if args.family and (shaped or args.size != "tiny"):
+        flag = "--" + shaped[0].replace("_", "-") if shaped else "--size"
+        print(f"{flag} has no effect on the fixed shape of --family {args.family}; give one of them", file=sys.stderr)
+        return 2
     try:
         size = size_from(args)
         train, held_out = split_additions(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
@@ -83,7 +94,10 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     started = time.monotonic()
     tokenizer = build_tokenizer(max_length=size.max_position_embeddings)
-    model = build_model(size, tokenizer, seed=args.seed)
+    if args.family:
+        model: PreTrainedModel = build_family_model(args.family, tokenizer, seed=args.seed, untie=args.untie)
+    else:
+        model = build_model(size, tokenizer, seed=args.seed)
     warm_start(model, tokenizer, train, plan=WarmStart(steps=args.warm_start_steps), seed=args.seed)
     accuracy = greedy_accuracy(model, tokenizer, held_out)
 
@@ -94,10 +108,14 @@ def main(argv: list[str]) -> int:
     tokenizer.save_pretrained(model_dir)
     write_rows(args.output_dir / "train.jsonl", train)
     write_rows(args.output_dir / "eval.jsonl", held_out)
-    (args.output_dir / "model_args.sh").write_text(model_args_script(size, vocab_size=len(tokenizer)))
+    if args.family:
+        publish_config(args.family, model_dir)
+        (args.output_dir / "size_args.sh").write_text(size_args_script(args.family, model.config))
+    else:
+        (args.output_dir / "model_args.sh").write_text(model_args_script(size, vocab_size=len(tokenizer)))
     print(
-        f"{args.output_dir}: Qwen3 with {model.num_parameters():,} parameters, {len(train)} train and "
-        f"{len(held_out)} eval problems, greedy accuracy {accuracy:.3f}, {time.monotonic() - started:.0f} s"
+        f"{args.output_dir}: {args.family or 'Qwen3'} with {model.num_parameters():,} parameters, {len(train)} train"
+        f" and {len(held_out)} eval problems, greedy accuracy {accuracy:.3f}, {time.monotonic() - started:.0f} s"
     )
     return 0
 
