@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.arguments import Arguments
 from slimrl.sglang.server import ServerProcess
 from slimrl.weights.roles import EngineEndpoint
+from tests.families.conftest import Pools
+from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags
 from tests.families.toys import TOYS, Toy
-from tests.megatron.launch import RankPool
 from tests.weights import ranks
 
 pytestmark = pytest.mark.slow
 
-TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-EXPERT = ("--expert-model-parallel-size", "2")
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
 PROMPT_TOKENS = 40
 NEW_TOKENS = 12
 # transformers adds 1e-6 to the variance of latent vectors whatever rms_norm_eps is; the server and Megatron add that
@@ -74,7 +73,7 @@ class Servers:
 
 @dataclasses.dataclass
 class Served:
-    """One toy and its server; `differences` are the mean absolute differences found so far."""
+    """One toy, its server, and where its checkpoints of several seeds lie."""
 
     toy: Toy
     url: str
@@ -97,23 +96,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             started.stop()
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
 @pytest.fixture(scope="module", params=TOYS)
 def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
     return Served(TOYS[request.param], servers.url(request.param), servers.root)
-
-
-def flags_of(toy: Toy, *layout: str) -> Arguments:
-    from slimrl.arguments.parse import read_args
-
-    args, problems = read_args([*toy.flags, *layout], entry="convert_hf_to_torch_dist.py")
-    assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
-    return args
 
 
 def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float], str]:
@@ -151,18 +136,18 @@ def test_a_started_server_answers_with_transformers_log_probabilities(served: Se
     assert_serves(served, 0, "default")
 
 
-@pytest.mark.parametrize(("way", "seed"), [("colocated", 1), ("split", 2)])
+@pytest.mark.parametrize(("way", "slot", "seed"), [("colocated", 0, 1), ("split", 2, 2)])
 def test_pushed_weights_are_served_with_transformers_log_probabilities(
-    served: Served, trainer: RankPool, way: str, seed: int, tmp_path: Path
+    served: Served, pools: Pools, way: str, slot: int, seed: int, tmp_path: Path
 ):
-    moe = "--num-experts" in served.toy.flags
-    layout = EXPERT if moe and way == "colocated" else TENSOR
-    slots = [0] if way == "colocated" else [2]
-    results = trainer.run(
+    """Through shared memory from ranks that share out the experts (or the tensors); by broadcast from a pipeline."""
+    sharing = "expert 2" if served.toy.name in WITH_EXPERTS else "tensor 2, sequence"
+    layout = BY_NAME[sharing if way == "colocated" else "pipeline 2"]
+    results = pools[layout.ranks].run(
         ranks.push,
-        flags_of(served.toy, *layout),
+        flags(served.toy, layout),
         served.folder(seed),
-        [EngineEndpoint(served.url, slots)],
+        [EngineEndpoint(served.url, [slot])],
         way,
         str(seed),
         tmp_path,
