@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_load_with_other_things_is_an_error(recipe):
         " latest_checkpointed_iteration.txt."
     ]
     assert sentences(recipe.line("--load {dir}/hf")) == [
-        f"--load {recipe.dir}/hf is a Hugging Face model: convert it with tools/convert_hf_to_torch_dist.py."
+        f"--load {recipe.dir}/hf is a Hugging Face model without its weights (*.safetensors): copy them too."
     ]
     assert sentences(recipe.line("--load {dir}/train.jsonl")) == [
         f"--load {recipe.dir}/train.jsonl is a file: give the checkpoint's folder."
@@ -122,7 +123,7 @@ def test_a_step_that_is_not_there_is_an_error(recipe):
 def test_a_reference_must_be_there_where_it_is_named_or_needed(recipe):
     assert sentences(recipe.line("--ref-load {dir}/reference")) == [
         f"--ref-load {recipe.dir}/reference does not exist (only {recipe.dir} of it does): make it with"
-        " tools/convert_hf_to_torch_dist.py."
+        " tools/convert_hf_to_torch_dist.py, or give the Hugging Face folder itself."
     ]
     assert sentences(recipe.line(without="--ref-load")) == [
         "--use-kl-loss compares with a reference model and --ref-load is missing: give its checkpoint."
@@ -144,3 +145,23 @@ def test_a_run_needs_weights_to_start_from(recipe):
     del line[at : at + 2]
     assert sentences(line) == ["there are no weights to start from: give --ref-load (or --load to resume)."]
     assert sentences([*line, "--debug-rollout-only"]) == []
+
+
+def test_a_hugging_face_folder_gives_first_weights_where_its_shape_is_that_of_the_flags(recipe):
+    (recipe.dir / "hf" / "model.safetensors").touch()
+    assert sentences(recipe.line("--ref-load {dir}/hf")) == []
+    assert sentences(recipe.line("--load {dir}/hf --save {dir}/new")) == []
+    assert sentences(recipe.line("--ref-load {dir}/hf --ref-ckpt-step 3")) == [
+        f"--ref-ckpt-step 3 chooses an iteration and --ref-load {recipe.dir}/hf is a Hugging Face model: drop it."
+    ]
+    assert sentences(recipe.line("--ref-load {dir}/hf --save {dir}/hf")) == [
+        f"--save {recipe.dir}/hf is a Hugging Face model: give a folder of its own."
+    ]
+    other = recipe.dir / "other"
+    other.mkdir()
+    (other / "model.safetensors").touch()
+    config = json.loads((recipe.dir / "hf/config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 40}))
+    assert sentences(recipe.line("--ref-load {dir}/other")) == [
+        f"--ref-load {other}: --num-layers is 36 and config.json says num_hidden_layers 40: give --num-layers 40."
+    ]

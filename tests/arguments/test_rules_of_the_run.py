@@ -215,6 +215,8 @@ TESTED_APART = {
     "model_flags_are_given",
     "training_flags_are_given",
     "saving_is_complete",
+    "hf_models_agree",
+    "saved_apart_from_a_model",
     "model_divides_by_tensor_parallel",
     "hf_checkpoint_exists",
     "weights_have_a_source",

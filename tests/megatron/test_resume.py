@@ -223,3 +223,25 @@ def test_what_cannot_be_loaded_is_refused_by_name(models: Any, one_rank: RankPoo
     args = schedule_args(models, save=str(tmp_path), no_save_optim=True)
     one_rank.run(train, args, [tiny.recorded_rollout(0)], 1)
     assert "holds no optimizer state: add --no-load-optim" in message(load=str(tmp_path))
+
+
+def first_weights(rank: int, world_size: int, init_method: str, args: Arguments) -> dict[str, Tensor]:
+    """The policy's weights before any training, and the reference's under `ref.`."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    weights = ranks.export(trainer)
+    with trainer._reference.swapped_in():
+        weights |= {f"ref.{name}": tensor for name, tensor in ranks.export(trainer).items()}
+    trainer.close()
+    return weights
+
+
+def test_a_hugging_face_folder_gives_the_weights_that_its_conversion_gives(models: Any, two_ranks: RankPool):
+    args = schedule_args(models, tensor_model_parallel_size=2)
+    converted = dataclasses.replace(args, ref_load=str(models.reference), load=str(models.policy))
+    direct = dataclasses.replace(args, ref_load=str(models.reference_hf), load=str(models.policy_hf))
+    expected = two_ranks.run(first_weights, converted)[0]
+    weights = two_ranks.run(first_weights, direct)[0]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    norm = "model.norm.weight"
+    assert not torch.equal(weights[norm], weights[f"ref.{norm}"])  # the two models are different ones

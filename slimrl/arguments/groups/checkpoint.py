@@ -15,13 +15,16 @@ class CheckpointArguments:
         None, "Hugging Face model folder: tokenizer, config.json and the engines' first weights (path, required)"
     )
     ref_load: str | None = flag(
-        None, "torch_dist folder of the reference model; also the first weights when --load has none (path)"
+        None,
+        "torch_dist or Hugging Face folder of the reference model; also the first weights when --load has none (path)",
     )
     ref_ckpt_step: int | None = flag(
         None, "iteration to read from --ref-load (what its tracker file names)", at_least=0
     )
     load: str | None = flag(
-        None, "torch_dist folder to resume from (path); absent or empty: a fresh start from --ref-load"
+        None,
+        "torch_dist folder to resume from (path); absent or empty: a fresh start from --ref-load; a Hugging Face"
+        " folder: a fresh start from it",
     )
     ckpt_step: int | None = flag(None, "iteration to read from --load (what its tracker file names)", at_least=0)
     no_load_optim: bool = flag(False, "do not load the optimizer state")

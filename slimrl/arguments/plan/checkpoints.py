@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.rules.checkpoints import TRACKER
+from slimrl.arguments.rules.checkpoints import TRACKER, is_hf_model
 
 _COMPLETE = "metadata.json"
 
@@ -25,7 +25,7 @@ class Found:
     @property
     def name(self) -> str:
         """What it is, in words."""
-        return "converted weights" if self.iteration is None else f"after rollout {self.iteration}"
+        return "weights to start from" if self.iteration is None else f"after rollout {self.iteration}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,8 @@ def find(folder: str | None, step: int | None) -> Found | None:
     root = Path(folder)
     if (root / _COMPLETE).is_file():
         return Found(root, _iteration(root.name))
+    if is_hf_model(root):
+        return Found(root, None)
     if step is not None:
         return Found(root / f"iter_{step:07d}", step)
     tracker = root / TRACKER

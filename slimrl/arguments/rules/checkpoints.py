@@ -1,15 +1,18 @@
 """Rules about torch_dist checkpoints: where weights are read, and that a wrong path is not taken for a fresh start.
 
 A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
-`release` or `iter_<7 digits>` that it names; the path of such a folder itself is taken too.
+`release` or `iter_<7 digits>` that it names; the path of such a folder itself is taken too. So is the folder of a
+Hugging Face model, which gives weights and nothing to resume.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
@@ -44,7 +47,8 @@ def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Prob
         if not folder.is_dir():
             yield Problem(
                 "--ref-load",
-                f"--ref-load {folder} {absent(folder)}: make it with tools/convert_hf_to_torch_dist.py.",
+                f"--ref-load {folder} {absent(folder)}: make it with tools/convert_hf_to_torch_dist.py, or give the"
+                " Hugging Face folder itself.",
             )
         else:
             yield from _checkpoint_problems("--ref-load", folder, "--ref-ckpt-step", args.ref_ckpt_step)
@@ -80,6 +84,32 @@ def saving_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
         yield Problem("--save", f"--save-interval {args.save_interval} needs --save: give a folder.")
 
 
+def is_hf_model(folder: Path) -> bool:
+    """True for the folder of a Hugging Face model with its weights, False for a checkpoint of training."""
+    has_weights = any(folder.glob("*.safetensors"))
+    return has_weights and (folder / "config.json").is_file() and not (folder / TRACKER).is_file()
+
+
+def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Weights that are read from a Hugging Face folder have the shape that the flags describe."""
+    for flag, value in (("--load", args.load), ("--ref-load", args.ref_load)):
+        if value is None or value == args.hf_checkpoint or args.debug_rollout_only or not is_hf_model(Path(value)):
+            continue
+        try:
+            config = json.loads((Path(value) / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            yield Problem(flag, f"{flag} {value}/config.json is not JSON ({error}): copy the model again.")
+            continue
+        for problem in disagreements(args, config):
+            yield Problem(flag, f"{flag} {value}: {problem.sentence}")
+
+
+def saved_apart_from_a_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Checkpoints are not written among the files of a Hugging Face model."""
+    if args.save is not None and is_hf_model(Path(args.save)):
+        yield Problem("--save", f"--save {args.save} is a Hugging Face model: give a folder of its own.")
+
+
 def _is_fresh(folder: Path) -> bool:
     """True where no checkpoint was ever finished: the folder is absent, or holds only hidden and unfinished files."""
     if not folder.exists():
@@ -90,6 +120,13 @@ def _is_fresh(folder: Path) -> bool:
 def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
     if (folder / _COMPLETE).is_file():
         return  # one iteration by its own path
+    if is_hf_model(folder):
+        if step is not None:
+            yield Problem(
+                step_flag,
+                f"{step_flag} {step} chooses an iteration and {flag} {folder} is a Hugging Face model: drop it.",
+            )
+        return
     tracker = folder / TRACKER
     present = sorted(path.name for path in folder.iterdir() if _ITERATION.fullmatch(path.name))
     if step is not None:
@@ -118,7 +155,7 @@ def _what_it_is(folder: Path, present: list[str]) -> str:
     if _ITERATION.fullmatch(folder.name) and (folder.parent / TRACKER).is_file():
         return f"is one iteration of a checkpoint without its {_COMPLETE}: give its parent folder {folder.parent}"
     if (folder / "config.json").is_file():
-        return "is a Hugging Face model: convert it with tools/convert_hf_to_torch_dist.py"
+        return "is a Hugging Face model without its weights (*.safetensors): copy them too"
     if present:
         return f"holds {_listed(present)} but no {TRACKER} that names one: give the step, or write that file"
     below = sorted(path.parent.name for path in folder.glob(f"*/{TRACKER}"))
