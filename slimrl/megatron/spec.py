@@ -102,11 +102,14 @@ def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
 def _stored_names(config: TransformerConfig, *, moe: bool) -> dict[str, str]:
     """Under which names a checkpoint keeps the norms: those of Transformer Engine's layers, which read it too.
 
-    It fuses a norm with the linear layer behind it, if that is one layer: neither experts nor latent attention are.
+    It fuses a norm with the linear layer behind it, if that is one layer.
     """
     names = {}
-    if not config.multi_latent_attention:
+    if config.multi_latent_attention:
+        for latent in ("q", "kv"):
+            names[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
+    else:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if not moe:
+    if not moe:  # behind the norm of a layer with experts stand the router and every expert
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names

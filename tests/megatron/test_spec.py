@@ -1,0 +1,79 @@
+"""Which layers have experts, and under which names a checkpoint keeps them, whatever the kernels of the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimrl.arguments import Arguments
+from tests.families.layouts import LAYOUTS, flags
+from tests.families.toys import TOYS
+
+pytestmark = pytest.mark.slow
+
+
+def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, Arguments]) -> dict[str, set[str]]:
+    """By model, the keys of its checkpoint."""
+    from slimrl.megatron.blueprint import model_blueprint
+
+    return {
+        name: {piece.key for weight in model_blueprint(args).weights for piece in weight.pieces}
+        for name, args in models.items()
+    }
+
+
+def refusal(rank: int, world_size: int, init_method: str, args: Arguments) -> str:
+    from slimrl.megatron import config, spec
+
+    try:
+        spec.block_spec(config.transformer_config(args))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def keys(one_rank: Any) -> dict[str, set[str]]:
+    models = {name: flags(TOYS[name], LAYOUTS[0]) for name in ("glm4", "glm4-moe", "deepseek-v3")}
+    return one_rank.run(stored_keys, models)[0]
+
+
+def test_norms_are_stored_under_the_names_that_fused_layers_read(keys):
+    dense, experts = "decoder.layers.0.", "decoder.layers.1."
+    ordinary, latent = keys["glm4-moe"], keys["deepseek-v3"]
+    for layer in (dense, experts):
+        assert f"{layer}self_attention.linear_qkv.layer_norm_weight" in ordinary
+        assert f"{layer}input_layernorm.weight" in latent  # two projections stand behind it
+        assert f"{layer}self_attention.linear_q_up_proj.layer_norm_weight" in latent
+        assert f"{layer}self_attention.linear_kv_up_proj.layer_norm_weight" in latent
+    for stored in (ordinary, latent):
+        assert f"{dense}mlp.linear_fc1.layer_norm_weight" in stored
+        assert f"{experts}pre_mlp_layernorm.weight" in stored
+        assert not any("layer_norm" in key and "mlp" in key for key in stored if key.startswith(experts))
+
+
+def test_layers_stand_in_the_order_that_the_flags_give(keys):
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in keys["glm4-moe"]
+    assert {key.split(".")[2] for key in keys["glm4-moe"] if "experts" in key} == {"1", "2"}
+    assert {key for key in keys["glm4-moe"] if key.startswith("decoder.layers.2.mlp.")} == {
+        "decoder.layers.2.mlp.router.weight",
+        "decoder.layers.2.mlp.router.expert_bias",
+        "decoder.layers.2.mlp.experts.experts.linear_fc1.weight",
+        "decoder.layers.2.mlp.experts.experts.linear_fc2.weight",
+        "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.2.mlp.shared_experts.linear_fc2.weight",
+    }
+
+
+def test_norms_after_a_block_are_stored_under_their_own_names(keys):
+    assert {key for key in keys["glm4"] if "post_" in key} == {
+        "decoder.layers.post_self_attn_layernorm.weight",
+        "decoder.layers.post_mlp_layernorm.weight",
+    }
+
+
+def test_a_pattern_of_another_number_of_layers_is_refused(one_rank):
+    args = flags(TOYS["glm4-moe"], LAYOUTS[0])
+    args.moe_layer_freq = [0, 1]
+    assert "--moe-layer-freq describes 2 layers and --num-layers is 3" in one_rank.run(refusal, args)[0]
