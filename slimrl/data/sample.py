@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class SampleStatus(StrEnum):
@@ -42,6 +42,9 @@ class Sample:
     session_id: str | None = None
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    # the name under which hooks written for slime know it
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
 
     @property
     def prompt_length(self) -> int:

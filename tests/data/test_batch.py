@@ -134,3 +134,8 @@ def test_rewards_must_match_the_samples():
         batch_from_samples(three_samples(), torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match=r"3 samples came with raw_rewards of shape \[3, 1\]"):
         batch_from_samples(three_samples(), torch.zeros(3, 1), torch.zeros(3))
+
+
+def test_hooks_written_for_slime_find_the_status_in_the_sample_class():
+    assert Sample.Status.TRUNCATED is SampleStatus.TRUNCATED
+    assert "Status" not in Sample("prompt").to_dict()

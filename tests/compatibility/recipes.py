@@ -1,0 +1,201 @@
+"""Command lines as users of slime have them, as data: what each recipe asks for, in its own flags.
+
+`{data}` is a folder with the model, its reference checkpoint and the prompt sets. `refused` names the flags that
+slimrl answers with a sentence instead of running; everything else must be taken as it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+CKPT = """--hf-checkpoint {data}/hf --ref-load {data}/torch_dist --load {data}/slimrl --save {data}/slimrl
+ --save-interval 20"""
+MATH = """--prompt-data {data}/dapo-math-17k.jsonl --input-key prompt --label-key label --apply-chat-template
+ --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+ --rollout-max-response-len 8192 --rollout-temperature 1 --global-batch-size 256 --balance-data"""
+DAPO = """--over-sampling-batch-size 64
+ --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"""
+EVAL = """--eval-interval 20 --eval-prompt-data aime {data}/aime-2024.jsonl --n-samples-per-eval-prompt 16
+ --eval-max-response-len 16384 --eval-top-p 1"""
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GRPO = """--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00
+ --eps-clip 0.2 --eps-clip-high 0.28"""
+GSPO = """--advantage-estimator gspo --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00
+ --eps-clip 4e-4"""
+ADAM = """--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9
+ --adam-beta2 0.98"""
+OFFLOADED_ADAM = f"{ADAM} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+MISC = """--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+ --attention-softmax-in-fp32 --attention-backend flash"""
+DEEPEP = "--moe-enable-deepep --moe-token-dispatcher-type flex"
+ONE_NODE = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
+
+
+def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
+    """The parallel sizes and the packing that every recipe spells out."""
+    return (
+        f"--tensor-model-parallel-size {tp} --sequence-parallel --pipeline-model-parallel-size {pp}"
+        f" --context-parallel-size {cp} --expert-model-parallel-size {ep} --expert-tensor-parallel-size 1 {RECOMPUTE}"
+        f" --use-dynamic-batch-size --max-tokens-per-gpu {tokens}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One launch script: the model's script, its flags, the program, and the flags that are refused."""
+
+    model: str
+    flags: str
+    entry: str = "train.py"
+    refused: tuple[str, ...] = ()
+
+
+RECIPES: dict[str, Recipe] = {
+    "quick start of a blog, with context parallelism": Recipe(
+        "qwen3-4b",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {ONE_NODE} --rotary-base 1000000
+ --global-batch-size 128 --rollout-batch-size 16 --num-steps-per-rollout 1 --rollout-temperature 0.8
+ --eval-interval 5 --eval-top-p 0.7 --tensor-model-parallel-size 2 --sequence-parallel
+ --pipeline-model-parallel-size 1 --context-parallel-size 2 {RECOMPUTE} --use-dynamic-batch-size
+ --max-tokens-per-gpu 4608 --rollout-num-gpus-per-engine 2""",
+    ),
+    "manual: dynamic sampling, partial rollouts and a single evaluation path": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {GRPO} {ADAM} {DAPO} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
+ --eval-interval 5 --eval-prompt-data {{data}}/aime-2024.jsonl --n-samples-per-eval-prompt 16
+ --eval-max-response-len 16384 --eval-top-p 0.7 --partial-rollout
+ --buffer-filter-path slime.rollout.filter_hub.buffer_filters.pop_first --rollout-num-gpus-per-engine 2
+ --sglang-mem-fraction-static 0.7 --sglang-server-concurrency 160 --sglang-log-level INFO
+ --sglang-cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64""",
+        refused=("--partial-rollout", "--buffer-filter-path"),
+    ),
+    "manual: split into 2 training and 6 generating slots": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 1""",
+    ),
+    "qwen3-4B, 8 GPUs": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
+ --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7""",
+    ),
+    "qwen3-4B, asynchronous": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 1 --update-weights-interval 2
+ --use-tis""",
+        entry="train_async.py",
+    ),
+    "qwen3-4B, supervised": Recipe(
+        "qwen3-4B",
+        f"""--hf-checkpoint {{data}}/hf --ref-load {{data}}/torch_dist --save {{data}}/slimrl --save-interval 1000
+ --rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data {{data}}/openhermes.parquet
+ --input-key messages --rollout-shuffle --num-epoch 3 --rollout-batch-size 128 --global-batch-size 128
+ --loss-type sft_loss --calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only
+ {layout(1, 1, 1, 1, 9216)} --optimizer adam --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --weight-decay 0.1
+ --lr-warmup-fraction 0.1 --adam-beta1 0.9 --adam-beta2 0.95 {MISC} --actor-num-nodes 1
+ --actor-num-gpus-per-node 8""",
+        entry="train_async.py",
+        refused=("--rollout-function-path", "--loss-type", "--disable-compute-advantages-and-returns"),
+    ),
+    "qwen2.5-0.5B, reproducible": Recipe(
+        "qwen2.5-0.5B",
+        f"""--hf-checkpoint {{data}}/hf --ref-load {{data}}/torch_dist --prompt-data {{data}}/gsm8k.parquet
+ --input-key messages --label-key label --apply-chat-template --rollout-shuffle --rm-type math --num-rollout 100
+ --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024 --rollout-temperature 1
+ --global-batch-size 256 --eval-interval 20 --eval-prompt-data gsm8k {{data}}/gsm8k.parquet
+ --n-samples-per-eval-prompt 1 --eval-max-response-len 1024 --eval-top-k 1 {GRPO} {ADAM} {MISC} {ONE_NODE}
+ --tensor-model-parallel-size 1 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+ --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216
+ --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.7 --sglang-enable-deterministic-inference
+ --sglang-attention-backend flashinfer --deterministic-mode""",
+    ),
+    "qwen3-30B-A3B, 8 GPUs": Recipe(
+        "qwen3-30B-A3B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {ONE_NODE} {layout(4, 1, 1, 8, 20480)}
+ --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7
+ --sglang-cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64""",
+    ),
+    "qwen3-30B-A3B, more nodes and DeepEP": Recipe(
+        "qwen3-30B-A3B",
+        f"""{CKPT} {MATH} {EVAL} {GSPO} {ADAM} {MISC} {DEEPEP} {layout(4, 1, 1, 8, 20480)} --actor-num-nodes 2
+ --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7
+ --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto""",
+    ),
+    "qwen3-32B, 8 GPUs": Recipe(
+        "qwen3-32B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {ONE_NODE} {layout(8, 1, 1, 1, 20480)}
+ --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7""",
+    ),
+    "qwen3-235B-A22B, 8 nodes": Recipe(
+        "qwen3-235B-A22B",
+        f"""{CKPT} {MATH} {EVAL} {GSPO} {ADAM} {MISC} {DEEPEP} {layout(4, 4, 2, 16, 16384)}
+ --decoder-last-pipeline-num-layers 22 --actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate
+ --rollout-num-gpus-per-engine 32 --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention
+ --sglang-dp-size 4 --sglang-enable-dp-lm-head --sglang-ep-size 32 --sglang-moe-a2a-backend deepep
+ --sglang-deepep-mode auto --sglang-cuda-graph-bs 1 2 4 8 16 24 32""",
+    ),
+    "glm4-9B, 4 training and 4 generating slots": Recipe(
+        "glm4-9B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 2, 1, 4608)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2""",
+    ),
+    "glm4.5-355B-A32B, 16 nodes": Recipe(
+        "glm4.5-355B-A32B",
+        f"""{CKPT} {MATH} {EVAL} {GSPO} {OFFLOADED_ADAM} {MISC} {DAPO} {DEEPEP} {layout(8, 4, 2, 16, 16384)}
+ --actor-num-nodes 16 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 32
+ --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 4 --sglang-ep-size 32
+ --sglang-enable-dp-lm-head --sglang-moe-dense-tp-size 1 --decoder-first-pipeline-num-layers 23
+ --use-fault-tolerance""",
+        refused=("--use-fault-tolerance",),
+    ),
+    "glm4.7-30B-A3B, 8 GPUs": Recipe(
+        "glm4.7-30B-A3B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {ONE_NODE} {layout(4, 1, 1, 8, 20480)}
+ --rollout-num-gpus-per-engine 4 --sglang-mem-fraction-static 0.7""",
+    ),
+    "moonlight-16B-A3B, 8 GPUs": Recipe(
+        "moonlight",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {ONE_NODE} {layout(4, 1, 1, 8, 20480)}
+ --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7""",
+    ),
+    "deepseek-r1, 16 nodes": Recipe(
+        "deepseek-v3",
+        f"""{CKPT} {MATH} {DAPO} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {DEEPEP} {layout(8, 4, 4, 32, 16384)}
+ --num-rollout 3000 --rollout-batch-size 128 --over-sampling-batch-size 256 --num-steps-per-rollout 4
+ --decoder-last-pipeline-num-layers 13 --actor-num-nodes 16 --actor-num-gpus-per-node 8 --colocate
+ --rollout-num-gpus-per-engine 64 --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention
+ --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head --sglang-disable-radix-cache
+ --sglang-ep-size 64 --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto --sglang-server-concurrency 1024
+ --use-fault-tolerance --rollout-health-check-interval 60""",
+        refused=("--use-fault-tolerance", "--rollout-health-check-interval"),
+    ),
+    "kimi-k2, 32 nodes": Recipe(
+        "kimi-k2",
+        f"""{CKPT} {MATH} {DAPO} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {DEEPEP} {layout(8, 8, 4, 32, 16384)}
+ --rollout-batch-size 128 --over-sampling-batch-size 256 --num-steps-per-rollout 4
+ --decoder-last-pipeline-num-layers 5 --actor-num-nodes 32 --actor-num-gpus-per-node 8 --colocate
+ --rollout-num-gpus-per-engine 16 --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 8
+ --sglang-enable-dp-lm-head --sglang-ep-size 16 --sglang-server-concurrency 1024""",
+    ),
+    "mimo-7B-rl with speculative decoding": Recipe(
+        "mimo-7B-rl",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
+ --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.7 --sglang-speculative-algorithm EAGLE
+ --sglang-speculative-num-steps 3 --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4
+ --enable-mtp-training --mtp-loss-scaling-factor 0.2 --mtp-num-layers 1""",
+        refused=("--enable-mtp-training", "--mtp-num-layers"),
+    ),
+    "llama3.2-3B with Weights & Biases": Recipe(
+        "llama3.2-3B-Instruct",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
+ --rollout-num-gpus-per-engine 2 --use-wandb --wandb-project slime --wandb-group llama""",
+        refused=("--use-wandb", "--wandb-project", "--wandb-group"),
+    ),
+    "a mistyped flag": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {ONE_NODE} {layout(2, 1, 1, 1, 9216)} --rollout-num-gpus-per-engine 2
+ --rollout-batch-sise 32""",
+        refused=("--rollout-batch-sise",),
+    ),
+}

@@ -1,0 +1,65 @@
+"""Launch scripts of slime's users run as they are: every flag is taken, or refused by name with what to use instead."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.sglang.flags import router_flags, server_flags
+from tests.arguments.conftest import make_checkpoint
+from tests.compatibility.recipes import RECIPES, Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "tests/scripts/published_configs"
+TABLES = {"sglang": server_flags, "router": router_flags}
+
+
+def model_args(model: str) -> list[str]:
+    """MODEL_ARGS as bash sees them after `source scripts/models/<model>.sh`."""
+    script = f'source "scripts/models/{model}.sh" && printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    run = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    return run.stdout.split()
+
+
+def folder_of(recipe: Recipe, folder: Path) -> Path:
+    """The model, the reference and the prompt sets that the recipe names."""
+    (folder / "hf").mkdir()
+    name = "qwen3-4B" if recipe.model == "qwen3-4b" else recipe.model
+    shutil.copy(CONFIGS / f"{name}.json", folder / "hf/config.json")
+    make_checkpoint(folder / "torch_dist", "release")
+    row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
+    for name in ("dapo-math-17k", "aime-2024"):
+        (folder / f"{name}.jsonl").write_text(row + "\n")
+    for name in ("gsm8k", "openhermes"):
+        (folder / f"{name}.parquet").touch()
+    return folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_a_recipe_is_taken_as_it_is_but_for_what_is_refused_by_name(recipe: Recipe, tmp_path: Path):
+    line = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
+    _, problems = read_args(line, entry=recipe.entry, passthrough=TABLES)
+    assert {problem.flag for problem in problems} == set(recipe.refused), [str(problem) for problem in problems]
+    for problem in problems:
+        mend = ("use", "give", "leave", "lower", "divide", "did you mean", "ends and can be resumed")
+        assert any(word in str(problem) for word in mend), problem
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if recipe.refused], ids=lambda r: r.model)
+def test_without_the_refused_flags_nothing_else_is_wrong(recipe: Recipe, tmp_path: Path):
+    words = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word in recipe.refused
+        if not dropping:
+            kept.append(word)
+    _, problems = read_args(kept, entry=recipe.entry, passthrough=TABLES)
+    # a supervised run without its supervised flags is no recipe any more
+    if "sft_loss" not in recipe.flags:
+        assert problems == []
