@@ -1,7 +1,11 @@
-"""The Ray actor around one SGLang server process: it starts it on its slots, watches it and ends it."""
+"""The Ray actor around one SGLang server process: it starts it on its slots, watches it and ends it.
+
+A server over several nodes has one such actor on each; `Engine` makes them and speaks for all of them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -11,63 +15,80 @@ import ray
 
 from slimrl import platform
 from slimrl.cluster import process_log, working_folder
-from slimrl.sglang.server import ServerProcess
+from slimrl.sglang.server import NodePart, ServerProcess
 
 POLL_INTERVAL_S = 0.25
 
 
-@ray.remote(concurrency_groups={"watch": 1})
-class EngineActor:
-    """One engine: one server of `tensor_parallel_size` slots on one node."""
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """What the processes of one server have in common on all its nodes."""
 
-    def __init__(self, index: int, actor_log: Path, log_level: str, folder: Path) -> None:
+    index: int
+    model_path: str
+    tensor_parallel_size: int
+    random_seed: int
+    options: dict[str, Any]
+
+
+@ray.remote(concurrency_groups={"watch": 1, "stop": 1})
+class EngineActor:
+    """One process of a server, on one node."""
+
+    def __init__(self, settings: ServerSettings, actor_log: Path, log_level: str, folder: Path) -> None:
         working_folder.enter(folder)
         process_log.redirect_to(actor_log, log_level)
-        self._index = index
+        self._settings = settings
         self._server: ServerProcess | None = None
         self._stopping = False
 
-    def start(
-        self,
-        model_path: str,
-        *,
-        tensor_parallel_size: int,
-        gpu_ids: list[int],
-        random_seed: int,
-        options: dict[str, Any],
-        log_path: Path,
-        ready_timeout_s: float,
-    ) -> str:
-        """Starts the server and waits until it answers; returns its URL. Raises with its last log lines if it dies."""
+    def claim(self, part: NodePart, gpu_ids: list[int], log_path: Path) -> str:
+        """Chooses the ports; returns the address at which the processes of all nodes meet."""
         if not platform.is_cpu():
             # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
-        self._server = ServerProcess(
-            model_path,
+        settings = self._settings
+        server = ServerProcess(
+            settings.model_path,
             host=ray.util.get_node_ip_address(),
-            tensor_parallel_size=tensor_parallel_size,
-            random_seed=random_seed,
-            options=options,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            random_seed=settings.random_seed,
+            options=settings.options,
             log_path=log_path,
+            part=part,
         )
+        meeting = server.claim()
+        self._server = server
+        return meeting
+
+    def start(self) -> str:
+        """Starts the process and returns at once; its URL, which only the first node's answers requests at."""
         self._server.start()
-        self._server.wait_ready(ready_timeout_s)
         return self._server.url
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until the server answers. Raises ProcessStartError with its last log lines if it dies."""
+        self._server.wait_ready(timeout_s)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> str:
-        """Pending while the server lives; then a message with its exit code and last log lines."""
+        """Pending while the process lives; then a message with its exit code and last log lines."""
         while (server := self._server) is None or (code := server.poll()) is None:
             time.sleep(POLL_INTERVAL_S)
+        part = server.part
+        name = f"SGLang server {self._settings.index}" + (
+            f", node {part.rank} of {part.count}" if part.count > 1 else ""
+        )
         if self._stopping:
-            return f"SGLang server {self._index} was stopped"
+            return f"{name} was stopped"
         return (
-            f"SGLang server {self._index} ({server.url}) died with exit code {code}; last lines of"
+            f"{name} ({server.url}) died with exit code {code}; last lines of"
             f" {server.log_path}:\n{server.last_log_lines(20)}"
         )
 
-    def stop(self) -> None:
-        """Ends the server and everything it started."""
+    @ray.method(concurrency_group="stop")
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Ends the process and everything it started; `timeout_s` as in `ServerProcess.stop`."""
         self._stopping = True
         if self._server is not None:
-            self._server.stop()
+            self._server.stop(timeout_s)

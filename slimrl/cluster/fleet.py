@@ -1,4 +1,4 @@
-"""The inference fleet: one engine actor per server, the router in front of them, and the watch over both."""
+"""The inference fleet: the engines, the router in front of them, and the watch over both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engine_actor import EngineActor
-from slimrl.cluster.slots import ENGINE_SHARE, Slots
+from slimrl.cluster.engine import ActorPlace, Engine
+from slimrl.cluster.engine_actor import ServerSettings
+from slimrl.cluster.slots import Slots
 from slimrl.sglang.router import RouterProcess
 from slimrl.weights.sync import EngineEndpoint
 
@@ -23,7 +24,7 @@ POLL_INTERVAL_S = 0.25
 class Fleet:
     """Running servers and their router. Made by `Fleet.start`, ended by `close`."""
 
-    engines: list[ray.actor.ActorHandle]
+    engines: list[Engine]
     endpoints: list[EngineEndpoint]
     router: RouterProcess | None
     router_url: str
@@ -32,29 +33,13 @@ class Fleet:
     async def start(cls, args: Arguments, slots: Slots, environment: dict[str, str]) -> Fleet:
         """Starts every server, then the router; returns when all of them answer through it."""
         log_dir = Path(args.run_dir).absolute() / "logs"
-        per_engine = args.rollout_num_gpus_per_engine
-        groups = [slots.plan.rollout[i : i + per_engine] for i in range(0, len(slots.plan.rollout), per_engine)]
+        place = ActorPlace(log_dir, args.log_level, environment, Path.cwd())
         engines = [
-            EngineActor.options(
-                **slots.options(group[0], ENGINE_SHARE), runtime_env={"env_vars": environment}, name=f"engine {index}"
-            ).remote(index, log_dir / f"engine{index}.log", args.log_level, Path.cwd())
-            for index, group in enumerate(groups)
+            Engine(server_settings(args, index), parts, slots, place) for index, parts in enumerate(slots.engines)
         ]
-        urls = await asyncio.gather(
-            *(
-                engine.start.remote(
-                    args.hf_checkpoint,
-                    tensor_parallel_size=per_engine,
-                    gpu_ids=[slots.slots[slot].gpu_id for slot in group],
-                    random_seed=args.rollout_seed + index,
-                    options=args.sglang_options,
-                    log_path=log_dir / f"sglang{index}.log",
-                    ready_timeout_s=READY_TIMEOUT_S,
-                )
-                for index, (engine, group) in enumerate(zip(engines, groups, strict=True))
-            )
-        )
-        endpoints = [EngineEndpoint(url, slots=list(group)) for url, group in zip(urls, groups, strict=True)]
+        await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
+        endpoints = [engine.endpoint for engine in engines]
+        urls = [endpoint.url for endpoint in endpoints]
         router, router_url = await asyncio.to_thread(cls._start_router, args, urls, log_dir / "router.log")
         return cls(engines, endpoints, router, router_url)
 
@@ -74,8 +59,7 @@ class Fleet:
 
     async def watch(self) -> str:
         """Pending while all servers and the router live; then the message of the first death."""
-        watches = [asyncio.wrap_future(engine.watch.remote().future()) for engine in self.engines]
-        tasks = [asyncio.ensure_future(watch) for watch in watches]
+        tasks = [asyncio.ensure_future(engine.watch()) for engine in self.engines]
         tasks.append(asyncio.ensure_future(self._watch_router()))
         done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in others:
@@ -93,6 +77,15 @@ class Fleet:
     async def close(self) -> None:
         """Ends the router, then every server."""
         await asyncio.to_thread(self.router.stop)
-        await asyncio.gather(*(engine.stop.remote() for engine in self.engines))
-        for engine in self.engines:
-            ray.kill(engine)
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+def server_settings(args: Arguments, index: int) -> ServerSettings:
+    """How server number `index` is started."""
+    return ServerSettings(
+        index=index,
+        model_path=args.hf_checkpoint,
+        tensor_parallel_size=args.rollout_num_gpus_per_engine // args.sglang_options.get("pp_size", 1),
+        random_seed=args.rollout_seed + index,
+        options=args.sglang_options,
+    )

@@ -1,11 +1,13 @@
 """One SGLang server as a child process: its command line, its ports, its environment.
 
 On a machine with CUDA this is `python -m sglang.launch_server`, on any other `python -m slimrl.sglang.cpu`, which runs
-the same server. Called by the engine actors and by tests.
+the same server. A server over several nodes has one such process on each of them (`NodePart`); the first answers
+requests. Called by the engine actors and by tests.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -19,15 +21,32 @@ from slimrl.sglang.calls import answers, call
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 
-# SGLang puts up to 6 sockets next to its rendezvous port, and one per data-parallel rank
-NEIGHBOUR_PORTS = 8
+# the rendezvous port, and behind it what data-parallel attention uses: 6 sockets, one per data-parallel rank, and the
+# 13th for the handshake between nodes
+NEIGHBOUR_PORTS = 14
 GRACEFUL_STOP_S = 20.0
 FREEZE_TIMEOUT_S = 60.0
 SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_")
 
 
+@dataclasses.dataclass(frozen=True)
+class NodePart:
+    """Which part of a server a process is: number `rank` of `count`, one per node, each with as many slots.
+
+    `meeting` is the "host:port" on the first node where the ranks of all of them meet, as `claim` there returned it.
+    """
+
+    rank: int = 0
+    count: int = 1
+    meeting: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank > 0 and self.meeting is None:
+            raise ValueError(f"part {self.rank} of a server needs the address that part 0 chose")
+
+
 class ServerProcess:
-    """One server on `tensor_parallel_size` slots of this machine.
+    """One server of `tensor_parallel_size` times `--sglang-pp-size` slots, or the part of it on this machine.
 
     `options` holds what the user typed after `--sglang-`, by the engine's own names; they win over slimrl's defaults.
     `port` None: a free one is chosen when the process starts. `memory_saver` makes release_memory possible (GPU).
@@ -45,9 +64,11 @@ class ServerProcess:
         base_gpu_id: int = 0,
         random_seed: int = 0,
         memory_saver: bool = False,
+        part: NodePart = NodePart(),
     ) -> None:
         self.host = host
         self.log_path = Path(log_path)
+        self.part = part
         self._wanted_port = port
         self._options = dict(options or {})
         self._managed: dict[str, Any] = {
@@ -79,25 +100,36 @@ class ServerProcess:
         """Process id of the guardian above the server; everything of this server is below it."""
         return self._started().pid
 
-    def start(self) -> None:
-        """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
+    def claim(self) -> str:
+        """Chooses the ports and holds them until `stop`; returns where the ranks of all nodes meet ("host:port").
+
+        Needed before `start` only on the first of several nodes. Raises OSError where a wanted port is taken.
+        """
         self._release_ports()
         wanted = self._wanted_port
         self._claims.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
         self._claims.append(claim_ports(1 + NEIGHBOUR_PORTS + self._options.get("dp_size", 1), self.host))
+        return self.part.meeting or f"{self.host}:{self._claims[1].first + 1}"
+
+    def start(self) -> None:
+        """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
+        if not self._claims:
+            self.claim()
         cpu = is_cpu()
-        managed = self._managed | {"port": self.port} | rendezvous(self._options, self.host, self._claims[1].first)
+        meeting = rendezvous(self._options, self.host, self._claims[1].first, self.part)
+        managed = self._managed | {"port": self.port} | meeting
+        ranks = managed["tp_size"] * self._options.get("pp_size", 1)
         self._process = ManagedProcess(
             server_command(managed, self._options, cpu=cpu),
-            name=f"SGLang server {self.url}",
+            name=f"SGLang server {self.url}" + (f" (node {self.part.rank})" if self.part.count > 1 else ""),
             log_path=self.log_path,
-            environment=server_environment(managed["tp_size"], managed["base_gpu_id"], cpu=cpu),
+            environment=server_environment(ranks, managed["base_gpu_id"], cpu=cpu),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
         self._process.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the server answers.
+        """Waits until the server answers; ask the first of several nodes, which answers when all are ready.
 
         Raises ProcessStartError (exit code, last log lines) if it dies or is late.
         """
@@ -144,14 +176,18 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], *, cp
     return [sys.executable, "-m", entry, *render_options({**options, **managed}, server_flags())]
 
 
-def rendezvous(options: Mapping[str, Any], host: str, first_port: int) -> dict[str, Any]:
-    """Where the server's own processes meet: one port, and with data-parallel attention its neighbours too."""
-    addresses = {"dist_init_addr": f"{host}:{first_port + 1}"} if options.get("enable_dp_attention") else {}
-    return {"nccl_port": first_port, **addresses}
+def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: NodePart = NodePart()) -> dict[str, Any]:
+    """Where the ranks meet: one port, and over several nodes or with data-parallel attention its neighbours too."""
+    settings: dict[str, Any] = {"nccl_port": first_port}
+    if part.count > 1 or options.get("enable_dp_attention"):
+        settings["dist_init_addr"] = part.meeting or f"{host}:{first_port + 1}"
+    if part.count > 1:
+        settings |= {"nnodes": part.count, "node_rank": part.rank}
+    return settings
 
 
-def server_environment(tensor_parallel_size: int, base_gpu_id: int, *, cpu: bool) -> dict[str, str]:
-    """Environment variables of the server, on top of this process's own."""
+def server_environment(ranks: int, base_gpu_id: int, *, cpu: bool) -> dict[str, str]:
+    """Environment variables of the server, on top of this process's own; `ranks` are those of all its nodes."""
     inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     environment = {
         **importable(),
@@ -163,8 +199,8 @@ def server_environment(tensor_parallel_size: int, base_gpu_id: int, *, cpu: bool
     }
     if cpu:
         environment["OMP_NUM_THREADS"] = "1"
-        if tensor_parallel_size > 1:
+        if ranks > 1:  # left to itself SGLang wants a NUMA node for each rank, counting those of other machines
             cores = sorted(os.sched_getaffinity(0))
-            picked = [cores[(base_gpu_id + rank) % len(cores)] for rank in range(tensor_parallel_size)]
+            picked = [cores[(base_gpu_id + rank) % len(cores)] for rank in range(ranks)]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, picked))
     return environment

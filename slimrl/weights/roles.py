@@ -11,10 +11,26 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class EngineEndpoint:
-    """One server: its URL and its slots, one per tensor-parallel rank."""
+    """One server: its URL and its slots, one per rank: all tensor-parallel ranks of the first pipeline stage first.
+
+    `nodes` has the node of each slot, by any name; left out, all engines are on one machine. `tensor_parallel_size`
+    left out is the number of slots.
+    """
 
     url: str
     slots: Sequence[int]
+    nodes: Sequence[str] | None = None
+    tensor_parallel_size: int | None = None
+
+    @property
+    def node_of(self) -> dict[int, str]:
+        """The node of each slot."""
+        return dict(zip(self.slots, self.nodes or [""] * len(self.slots), strict=True))
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that divide each tensor among them."""
+        return self.tensor_parallel_size or len(self.slots)
 
 
 @dataclasses.dataclass(frozen=True)

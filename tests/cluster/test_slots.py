@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from slimrl.cluster.session import SlotsMissingError, check_slots, ray_session, worker_environment
-from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slots, plan_slots
+from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
 
 
@@ -15,6 +15,7 @@ def flags(**changes):
         "actor_num_nodes": 1,
         "actor_num_gpus_per_node": 2,
         "rollout_num_gpus": 6,
+        "rollout_num_gpus_per_engine": 2,
         "colocate": False,
         "debug_train_only": False,
         "debug_rollout_only": False,
@@ -34,6 +35,54 @@ def test_colocated_sides_share_slots_from_the_first():
 
 def test_replay_needs_no_rollout_slots():
     assert plan_slots(flags(debug_train_only=True)).total == 2
+
+
+def slots_on(*nodes):
+    """Slots in order; `nodes` are the numbers of slots of 10.0.0.1, 10.0.0.2, ..."""
+    places = [(node, gpu) for node, count in enumerate(nodes, start=1) for gpu in range(count)]
+    return [Slot(bundle, f"n{node}", f"10.0.0.{node}", gpu) for bundle, (node, gpu) in enumerate(places)]
+
+
+def parts(changes, *nodes):
+    """[(node, slots)] of each engine."""
+    engines = engine_parts(plan_slots(flags(**changes)), slots_on(*nodes))
+    return [[(part.node, list(part.slots)) for part in engine] for engine in engines]
+
+
+def test_slots_are_ordered_by_address_as_numbers_then_node_then_gpu():
+    places = [("b", "10.0.0.10", 0), ("c", "10.0.0.9", 1), ("c", "10.0.0.9", 0), ("a", "10.0.0.10", 1)]
+    ordered = in_order(Slot(bundle, *place) for bundle, place in enumerate(places))
+    assert [slot.bundle for slot in ordered] == [2, 1, 3, 0]
+
+
+def test_engines_on_one_node_take_neighbouring_slots():
+    split = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
+    assert parts(split, 8) == [[("n1", [2, 3])], [("n1", [4, 5])], [("n1", [6, 7])]]
+    assert parts(split, 4, 4) == [[("n1", [2, 3])], [("n2", [4, 5])], [("n2", [6, 7])]]
+
+
+def test_an_engine_larger_than_a_node_has_one_part_on_each_of_its_nodes():
+    four_nodes = {"actor_num_nodes": 4, "colocate": True, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 8}
+    assert parts({**four_nodes, "rollout_num_gpus_per_engine": 4}, 2, 2, 2, 2) == [
+        [("n1", [0, 1]), ("n2", [2, 3])],
+        [("n3", [4, 5]), ("n4", [6, 7])],
+    ]
+    split = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}
+    assert parts(split, 2, 2, 2) == [[("n2", [2, 3]), ("n3", [4, 5])]]
+
+
+def test_an_engine_between_two_nodes_is_refused():
+    colocated = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
+    with pytest.raises(SlotsMissingError, match="engine 1 would get 1 of the 3 on 10.0.0.1, 1 of the 5 on 10.0.0.2"):
+        parts(colocated, 3, 5)  # slots 2 and 3
+    assert [len(engine) for engine in parts(colocated, 4, 4)] == [1, 1, 1, 1]
+
+
+def test_an_engine_that_fills_its_nodes_unevenly_is_refused():
+    colocated = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
+    with pytest.raises(SlotsMissingError, match="engine 0 would get 5 of the 5 on 10.0.0.1, 3 of the 3 on 10.0.0.2"):
+        parts({**colocated, "rollout_num_gpus_per_engine": 8}, 5, 3)
+    assert len(parts({**colocated, "rollout_num_gpus_per_engine": 8}, 4, 4)[0]) == 2
 
 
 def test_too_small_a_cluster_is_refused_with_both_numbers():

@@ -18,6 +18,7 @@ from slimrl.sglang.cpu_defaults import kv_cache_tokens, with_defaults
 from slimrl.sglang.ports import LOWEST_PORT, claim_port, claim_ports
 from slimrl.sglang.router import router_command
 from slimrl.sglang.server import (
+    NodePart,
     ServerProcess,
     rendezvous,
     server_command,
@@ -98,6 +99,32 @@ def test_data_parallel_attention_meets_on_a_claimed_port():
         "nccl_port": 22000,
         "dist_init_addr": "10.0.0.1:22001",
     }
+
+
+def test_the_parts_of_a_server_over_nodes_meet_on_the_first():
+    first = rendezvous({}, "10.0.0.1", 22000, NodePart(0, 2))
+    second = rendezvous({}, "10.0.0.2", 23000, NodePart(1, 2, "10.0.0.1:22001"))
+    assert first == {"nccl_port": 22000, "dist_init_addr": "10.0.0.1:22001", "nnodes": 2, "node_rank": 0}
+    assert second == {"nccl_port": 23000, "dist_init_addr": "10.0.0.1:22001", "nnodes": 2, "node_rank": 1}
+    command = server_command({**MANAGED, **second}, {"pp_size": 2, "enable_dp_attention": True}, cpu=False)
+    assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=10.0.0.1:22001", "--enable-dp-attention"} <= set(command)
+    assert [word for word in command if word.startswith("--pp")] == ["--pp-size=2"]
+    with pytest.raises(ValueError, match="part 1 of a server needs the address"):
+        NodePart(1, 2)
+
+
+def test_the_first_part_names_the_meeting_place_before_it_starts(tmp_path):
+    server = ServerProcess("/model", log_path=tmp_path / "log", part=NodePart(0, 2))
+    try:
+        host, port = server.claim().split(":")
+        assert host == "127.0.0.1"
+        # its neighbours up to the 13th, which the nodes shake hands on, are held as well
+        for claimed in (server.port, int(port) - 1, int(port), int(port) + 13):
+            with pytest.raises(OSError, match=f"port {claimed} "):
+                claim_port(claimed, "127.0.0.1")
+    finally:
+        server.stop()
+    claim_port(int(port), "127.0.0.1").release()
 
 
 def test_router_defaults_notice_a_dead_server_fast_and_options_win():

@@ -1,0 +1,105 @@
+"""One inference engine: a server on the slots of one node, or of several with one process on each.
+
+Promises that its processes live and end together: the death of one ends the others and is reported once, with the
+last lines of its log. Made and used by the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from slimrl.cluster.engine_actor import EngineActor, ServerSettings
+from slimrl.cluster.slots import ENGINE_SHARE, EnginePart, Slots
+from slimrl.processes import ProcessStartError
+from slimrl.sglang.server import NodePart
+from slimrl.weights.roles import EngineEndpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorPlace:
+    """What every engine actor is given besides its server: logs, log level, environment and working folder."""
+
+    log_dir: Path
+    log_level: str
+    environment: dict[str, str]
+    folder: Path
+
+
+class Engine:
+    """The actors of one server, the one with the HTTP server first."""
+
+    def __init__(self, settings: ServerSettings, parts: Sequence[EnginePart], slots: Slots, place: ActorPlace) -> None:
+        """Places one actor per node, on the first slot of its part; `start` starts the processes."""
+        self.url: str | None = None
+        self._settings = settings
+        self._parts = parts
+        self._slots = slots
+        self._place = place
+        self._actors = [self._actor(rank, part) for rank, part in enumerate(parts)]
+        self._watches = [actor.watch.remote() for actor in self._actors]
+
+    def _suffix(self, rank: int) -> str:
+        return f"{self._settings.index}" + (f".node{rank}" if rank else "")
+
+    def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
+        place, suffix = self._place, self._suffix(rank)
+        return EngineActor.options(
+            **self._slots.options(part.slots[0], ENGINE_SHARE),
+            runtime_env={"env_vars": place.environment},
+            name=f"engine {suffix}",
+        ).remote(self._settings, place.log_dir / f"engine{suffix}.log", place.log_level, place.folder)
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts the processes and waits until the server answers.
+
+        Raises ProcessStartError when one of them dies or `timeout_s` is over.
+        """
+        meeting = await self._claim(0, None)
+        await asyncio.gather(*(self._claim(rank, meeting) for rank in range(1, len(self._parts))))
+        urls = await asyncio.gather(*(actor.start.remote() for actor in self._actors))
+        self.url = urls[0]
+        ready = asyncio.wrap_future(self._actors[0].wait_ready.remote(timeout_s).future())
+        others = [asyncio.wrap_future(watch.future()) for watch in self._watches[1:]]
+        done, _ = await asyncio.wait([ready, *others], return_when=asyncio.FIRST_COMPLETED)
+        if ready not in done:
+            raise ProcessStartError(await self._end_together(done.pop().result()))
+        await ready
+
+    async def _claim(self, rank: int, meeting: str | None) -> str:
+        gpu_ids = [self._slots.slots[slot].gpu_id for slot in self._parts[rank].slots]
+        log_path = self._place.log_dir / f"sglang{self._suffix(rank)}.log"
+        return await self._actors[rank].claim.remote(NodePart(rank, len(self._parts), meeting), gpu_ids, log_path)
+
+    @property
+    def endpoint(self) -> EngineEndpoint:
+        """Where weights are sent to, once it has started."""
+        return EngineEndpoint(
+            self.url,
+            slots=[slot for part in self._parts for slot in part.slots],
+            nodes=[part.node for part in self._parts for _ in part.slots],
+            tensor_parallel_size=self._settings.tensor_parallel_size,
+        )
+
+    async def watch(self) -> str:
+        """Pending while all processes live; then the message of the first death, when the others were ended."""
+        watches = [asyncio.wrap_future(watch.future()) for watch in self._watches]
+        done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        return await self._end_together(next(iter(done)).result())
+
+    async def _end_together(self, message: str) -> str:
+        """Ends what is left after a death and says so."""
+        if len(self._actors) == 1:
+            return message
+        await asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors))
+        return f"{message}\nits processes on the other {len(self._actors) - 1} nodes were ended"
+
+    async def close(self) -> None:
+        """Ends the processes, then the actors."""
+        await asyncio.gather(*(actor.stop.remote() for actor in self._actors))
+        for actor in self._actors:
+            ray.kill(actor)
