@@ -42,6 +42,8 @@ QWEN3, GLM4, GLM45, DEEPSEEK, MOONLIGHT, GLM47 = (
     "glm4.7-30B-A3B",
 )
 
+YARN = published(DEEPSEEK)["rope_scaling"]
+
 
 @pytest.mark.parametrize(
     ("model", "changes", "sentence"),
@@ -140,6 +142,12 @@ QWEN3, GLM4, GLM45, DEEPSEEK, MOONLIGHT, GLM47 = (
             "--moe-router-num-groups is 8 and config.json says n_group 4: give --moe-router-num-groups 4.",
         ),
         (
+            GLM47,  # the words that transformers writes instead of first_k_dense_replace
+            {"first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 44},
+            "--moe-layer-freq is [0]*1+[1]*46 and config.json says first_k_dense_replace [0]*3+[1]*44:"
+            " give --moe-layer-freq [0]*3+[1]*44.",
+        ),
+        (
             MOONLIGHT,
             {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}},
             "--rotary-scaling-factor is 1.0 and config.json says rope factor 40: give --rotary-scaling-factor 40.",
@@ -163,6 +171,14 @@ def test_a_flag_that_differs_is_named_with_both_values(model, changes, sentence)
             "num_experts_per_tok 8 of topk_group 8 groups, where only two per group are ranked alike,",
         ),
         (DEEPSEEK, {"attention_bias": True}, "attention_bias true"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave false"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"truncate": False}}, "rope truncate false"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.2}}, "rope attention_factor 1.2"),
+        (
+            DEEPSEEK,
+            {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0}},
+            "rope mscale 0.707 without mscale_all_dim",
+        ),
         (GLM4, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window true"),
     ],

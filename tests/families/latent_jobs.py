@@ -48,7 +48,8 @@ def one_pass(rank: int, world_size: int, init_method: str, args: Arguments, fold
     try:
         built = model.build_model(args, state)
         family, shape = family_for(read_hf_config(folder)), ModelShape.from_args(args)
-        load_hf_checkpoint(built, shape, family, folder, tp_rank=state.tp_rank, tp_size=state.tp_size)
+        own, experts = {"tp_rank": state.tp_rank, "tp_size": state.tp_size}, (state.etp_rank, state.etp_size)
+        load_hf_checkpoint(built, shape, family, folder, **own, etp_rank=experts[0], etp_size=experts[1])
         wrapped = DistributedDataParallel(built.config, config.ddp_config(args), built)
         wrapped.zero_grad_buffer()
         ids = tokens(args.vocab_size)
@@ -73,6 +74,15 @@ def one_pass(rank: int, world_size: int, init_method: str, args: Arguments, fold
         return PassResult(float(loss), logits, _gradients(built, shape, family, state))
     finally:
         parallel.shutdown()
+
+
+def refusal(rank: int, world_size: int, init_method: str, args: Arguments, folder: Path) -> str:
+    """Why `one_pass` cannot be done."""
+    try:
+        one_pass(rank, world_size, init_method, args, folder)
+    except ValueError as error:
+        return str(error)
+    return "it can"
 
 
 def _packed() -> Any:

@@ -11,17 +11,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slimrl.weights.fp8_blocks import dequantised
+from slimrl.weights.torch_dist import TorchDistCheckpoint
 from tests.families import conversion_jobs, latent_jobs
+from tests.families.conftest import Pools
 from tests.families.conversion_jobs import Journey
 from tests.families.toys import TOYS
-from tests.megatron.launch import RankPool
 
 pytestmark = pytest.mark.slow
 
 FP8 = "deepseek-v3 in fp8"
 PREDICTING = "deepseek-v3 with a predicting layer"
 RESHARDED = ("deepseek-v3", "moonlight", "qwen3-moe")
-LAYOUT = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2")
+LAYOUT = (
+    *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"),
+)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -67,7 +71,7 @@ def quantise(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def journeys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Journey]:
+def journeys(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Journey]:
     """All models, converted there and back by one process."""
     root, made = tmp_path_factory.mktemp("journeys"), {}
     for name in (*TOYS, FP8, PREDICTING):
@@ -77,8 +81,7 @@ def journeys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Journey]:
         made[name] = Journey(toy.flags, hf, root / name / "torch_dist", root / name / "back")
     quantise(made[FP8].hf)
     add_predicting_layer(made[PREDICTING].hf)
-    with RankPool(1) as pool:
-        pool.run(conversion_jobs.there_and_back, list(made.values()), timeout_s=300)
+    pools[1].run(conversion_jobs.there_and_back, list(made.values()), timeout_s=300)
     return made
 
 
@@ -90,6 +93,13 @@ def test_every_tensor_comes_back_bit_for_bit_in_its_dtype(journeys, name):
     assert different == []
     configs = [json.loads((folder / "config.json").read_text()) for folder in (journeys[name].hf, journeys[name].back)]
     assert configs[0] == configs[1]
+
+
+def test_norms_are_stored_under_the_names_that_fused_layers_read(journeys):
+    keys = TorchDistCheckpoint(journeys["deepseek-v3"].torch_dist / "release").sizes
+    attention = "decoder.layers.1.self_attention."
+    assert {f"{attention}linear_{latent}_up_proj.layer_norm_weight" for latent in ("q", "kv")} < keys.keys()
+    assert not any("q_layernorm" in key or "kv_layernorm" in key for key in keys)
 
 
 def test_fp8_weights_come_back_as_the_bf16_that_they_stand_for(journeys):
@@ -104,12 +114,11 @@ def test_fp8_weights_come_back_as_the_bf16_that_they_stand_for(journeys):
     assert "quantization_config" not in json.loads((journeys[FP8].back / "config.json").read_text())
 
 
-def test_a_converted_checkpoint_computes_the_same_over_tensor_and_expert_ranks(journeys):
-    with RankPool(2) as pool:
-        for name in RESHARDED:
-            toy, journey = TOYS[name], journeys[name]
-            found = pool.run(conversion_jobs.logits_from_torch_dist, (*toy.flags, *LAYOUT), journey.torch_dist)
-            ids = latent_jobs.tokens(toy.config["vocab_size"]).split(latent_jobs.SEQUENCES)
-            wanted = torch.cat([toy.reference_logits(journey.hf, sequence[None])[0] for sequence in ids])
-            for logits in found:
-                assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
+def test_a_converted_checkpoint_computes_the_same_over_tensor_and_expert_ranks(pools, journeys):
+    for name in RESHARDED:
+        toy, journey = TOYS[name], journeys[name]
+        found = pools[2].run(conversion_jobs.logits_from_torch_dist, (*toy.flags, *LAYOUT), journey.torch_dist)
+        ids = latent_jobs.tokens(toy.config["vocab_size"]).split(latent_jobs.SEQUENCES)
+        wanted = torch.cat([toy.reference_logits(journey.hf, sequence[None])[0] for sequence in ids])
+        for logits in found:
+            assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from tests.families import latent_jobs
+from tests.families.conftest import Pools
 from tests.families.latent_jobs import PassResult
 from tests.families.toys import TOYS, Toy
-from tests.megatron.launch import RankPool
 
 pytestmark = pytest.mark.slow
 
 FAMILIES = ("deepseek-v3", "kimi-k2", "moonlight", "glm4-moe-lite")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-EXPERT = ("--expert-model-parallel-size", "2")
+EXPERT = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
 LAYOUTS = {"one": (), "tp2": TENSOR, "ep2": EXPERT, "tp2-ep2": TENSOR + EXPERT}
 
 
@@ -33,28 +33,19 @@ def flags_of(toy: Toy, *layout: str) -> Arguments:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("latent")
-    return {name: TOYS[name].save(root / name, tokenizer=False) for name in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def found(folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
+def found(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
     """By family and layout, what each rank found."""
-    results: dict[tuple[str, str], list[PassResult]] = {}
-    for ranks, layouts in ((1, ("one",)), (2, ("tp2", "ep2", "tp2-ep2"))):
-        with RankPool(ranks) as pool:
-            for layout in layouts:
-                for name, folder in folders.items():
-                    args = flags_of(TOYS[name], *LAYOUTS[layout])
-                    results[name, layout] = pool.run(latent_jobs.one_pass, args, folder)
-    return results
+    return {
+        (name, layout): pools[2 if flags else 1].run(latent_jobs.one_pass, flags_of(TOYS[name], *flags), folders[name])
+        for layout, flags in LAYOUTS.items()
+        for name in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, PassResult]:
     """transformers and autograd, one sequence at a time."""
-    return {name: reference(TOYS[name], folder) for name, folder in folders.items()}
+    return {name: reference(TOYS[name], folders[name]) for name in FAMILIES}
 
 
 def reference(toy: Toy, folder: Path) -> PassResult:
@@ -104,7 +95,9 @@ def test_every_gradient_is_the_one_that_transformers_gives(found, expected, name
         assert all(not result.gradients[key].any() for key in wanted.keys() - far.keys())
 
 
-def test_training_with_tensor_but_without_sequence_parallelism_is_refused(folders: dict[str, Path]):
+def test_training_with_tensor_but_without_sequence_parallelism_is_refused(pools: Pools, folders: dict[str, Path]):
     args = flags_of(TOYS["moonlight"], "--tensor-model-parallel-size", "2")
-    with RankPool(2) as pool, pytest.raises(RuntimeError, match="needs --sequence-parallel in training"):
-        pool.run(latent_jobs.one_pass, args, folders["moonlight"])
+    for sentence in pools[2].run(latent_jobs.refusal, args, folders["moonlight"]):
+        assert sentence == (
+            "--tensor-model-parallel-size 2 with --multi-latent-attention needs --sequence-parallel in training: add it"
+        )

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments, read_args
 from tests.families import conversion_jobs, training_jobs
+from tests.families.conftest import Pools
 from tests.families.conversion_jobs import Journey
 from tests.families.toys import TOYS
 from tests.megatron import tiny
-from tests.megatron.launch import RankPool
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ TRAINING = {
     "moe_router_bias_update_rate": BIAS_STEP,
 }
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-EXPERT = ("--expert-model-parallel-size", "2")
+EXPERT = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
 LAYOUTS = {
     "tensor and expert ranks": (*TENSOR, *EXPERT),
     "expert ranks": EXPERT,
@@ -42,11 +42,10 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
+def journey(pools: Pools, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Journey:
     root = tmp_path_factory.mktemp("training")
-    made = Journey(TOY.flags, TOY.save(root / "hf", tokenizer=False), root / "torch_dist", root / "back")
-    with RankPool(1) as pool:
-        pool.run(conversion_jobs.there_and_back, [made])
+    made = Journey(TOY.flags, folders[TOY.name], root / "torch_dist", root / "back")
+    pools[1].run(conversion_jobs.there_and_back, [made])
     return made
 
 
@@ -64,19 +63,19 @@ def rollout() -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(journey: Journey, rollout: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def alone(pools: Pools, journey: Journey, rollout: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """What one rank makes of the rollout; its gradients are compared with transformers' elsewhere."""
-    with RankPool(1) as pool:
-        return pool.run(training_jobs.train, flags(journey), journey.hf, rollout)[0]
+    return pools[1].run(training_jobs.train, flags(journey), journey.hf, rollout)[0]
 
 
 @pytest.fixture(scope="module")
-def together(journey: Journey, rollout: Any) -> dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]]:
-    with RankPool(2) as pool:
-        return {
-            name: pool.run(training_jobs.train, flags(journey, *layout), journey.hf, rollout)[0]
-            for name, layout in LAYOUTS.items()
-        }
+def together(
+    pools: Pools, journey: Journey, rollout: Any
+) -> dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]]:
+    return {
+        name: pools[2].run(training_jobs.train, flags(journey, *layout), journey.hf, rollout)[0]
+        for name, layout in LAYOUTS.items()
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -28,9 +28,11 @@ def _sparse_layers(config: Config) -> list[int] | None:
 
 
 def _layers_after(default: int) -> LayerPattern:
-    """The first layers have no experts; how many, first_k_dense_replace says."""
+    """The first layers have no experts; how many, first_k_dense_replace says, or a word for each layer which."""
 
     def read(config: Config) -> list[int] | None:
+        if kinds := config.get("mlp_layer_types"):
+            return [int(kind == "sparse") for kind in kinds]
         layers, dense = config.get("num_hidden_layers"), first(config, "first_k_dense_replace", default=default)
         return None if layers is None else [int(n >= dense) for n in range(layers)]
 
@@ -126,7 +128,12 @@ SIGMOID_ROUTING = (
     Unserved(_groups_by_two),
     Unserved(_one_expert),
 )
-LATENT_ATTENTION = (rope.only("default", "yarn"), wrong("attention_bias", False), wrong("rope_interleave", True))
+LATENT_ATTENTION = (
+    rope.only("default", "yarn"),
+    rope.yarn_with_own_factor(),
+    wrong("attention_bias", False),
+    wrong("rope_interleave", True),
+)
 
 
 def _latent(model_type: str, dense_layers: int) -> FamilyTable:

@@ -83,3 +83,21 @@ def yarn_type() -> Value:
 def only(*served: str) -> Unserved:
     """Kinds of positions other than `served` cannot be trained."""
     return Unserved(lambda config: None if kind(config) in served else f"rope type {kind(config)!r}")
+
+
+def yarn_with_own_factor() -> Unserved:
+    """Settings of YaRN that Megatron has no flag for, or computes otherwise than transformers does."""
+
+    def found(config: Config) -> str | None:
+        rope = settings(config)
+        if kind(config) != "yarn":
+            return None
+        if rope.get("attention_factor") is not None:
+            return f"rope attention_factor {rope['attention_factor']}"
+        if rope.get("truncate", True) is False:
+            return "rope truncate false"
+        if not rope.get("mscale_all_dim") and (rope.get("mscale") or 1.0) != 1.0:
+            return f"rope mscale {rope['mscale']} without mscale_all_dim"
+        return None
+
+    return Unserved(found)
