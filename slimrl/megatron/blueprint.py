@@ -29,6 +29,7 @@ from slimrl.megatron.model import build_model
 from slimrl.weights.torch_dist_writer import Blueprint, Piece, Weight
 
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+_INITIALISERS = (torch.nn.init.normal_, torch.Tensor.normal_)  # nothing to fill; skipping them saves their overhead
 
 
 class _WithoutMemory(TorchFunctionMode):
@@ -36,6 +37,8 @@ class _WithoutMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _INITIALISERS:
+            return args[0] if args else kwargs["tensor"]
         if func in _FACTORIES:
             kwargs["device"] = torch.device("meta")
             kwargs.pop("pin_memory", None)

@@ -23,7 +23,7 @@ from torch import Tensor
 from slimrl.weights.fp8_blocks import SCALE_SUFFIX, block_size, dequantised
 from slimrl.weights.hf_shards import DTYPES, INDEX_NAME, MAX_SHARD_BYTES, SINGLE_NAME
 
-_REMAP_BYTES = 64 * 1024**2  # after so many bytes a file is mapped anew, which lets go of the pages read so far
+_REMAP_BYTES = 16 * 1024**2  # after so many bytes a file is mapped anew, which lets go of the pages read so far
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ several processes may share the work.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from slimrl.weights.families import Family, Row
 from slimrl.weights.hf_files import HfCheckpoint
 from slimrl.weights.layout import to_shard
 from slimrl.weights.load import check_checkpoint
+from slimrl.weights.megatron_names import find
 from slimrl.weights.names import listed
 from slimrl.weights.new_folder import NewFolder, check_apart, check_space, partial_path
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.team import Team
 from slimrl.weights.torch_dist_writer import MAX_FILE_BYTES, Blueprint, Weight, write_torch_dist
+
+_ROWS_BYTES = 16 * 1024**2  # the vocabulary's tables are stored in blocks of about this many bytes
 
 
 def hf_to_torch_dist(
@@ -56,6 +60,7 @@ def hf_to_torch_dist(
             release = checkpoint_folder.partial_path(root, None)
             blueprint = blueprint_into(release if team.leads else None)
             source = _Source(checkpoint, blueprint, shape, family)
+            blueprint = source.in_rows(blueprint)
             on_written = on_start(blueprint.nbytes)
             with team.joined():
                 team.together(lambda: check_space(folder.folder, blueprint.nbytes if team.leads else 0))
@@ -87,24 +92,36 @@ class _Source:
     def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, shape: ModelShape, family: Family) -> None:
         self._checkpoint = checkpoint
         self._shape = shape
-        self._weights: dict[str, Weight] = {weight.name: weight for weight in blueprint.weights}
         self._rows: dict[str, Row] = {}
+        names = {weight.name for weight in blueprint.weights}
         for row in family.rows(shape):
-            name = next((name for name in row.megatron if name in self._weights), None)
+            name = find(row, names)
             if name is None:
                 raise ValueError(
                     f"the model that the flags describe has no {row.megatron[0]}, which a {family.model_type} model"
                     " has: use the flags of this model"
                 )
             self._rows[name] = row
-        if unfilled := self._weights.keys() - self._rows.keys():
+        if unfilled := names - self._rows.keys():
             raise ValueError(
                 f"the model has {listed(unfilled)}, which no tensor of {checkpoint.folder} fills: the model flags"
                 f" describe something that the table of {family.model_type} does not name"
             )
 
-    def read(self, name: str) -> Tensor:
-        """The values of one weight in the dtype it is stored in; a view of the mapped file where nothing changes."""
-        row = self._rows[name]
+    def in_rows(self, blueprint: Blueprint) -> Blueprint:
+        """The blueprint with the vocabulary's tables, the largest weights, in runs of rows."""
+        weights: list[Weight] = []
+        for weight in blueprint.weights:
+            weights += weight.in_rows(_ROWS_BYTES) if self._rows[weight.name].padded_vocab else [weight]
+        return dataclasses.replace(blueprint, weights=tuple(weights))
+
+    def read(self, weight: Weight) -> Tensor:
+        """Its values in the dtype they are stored in; a view of the mapped file where nothing changes."""
+        row, shape = self._rows[weight.name], self._shape
         parts = [self._checkpoint.tensor(part.name) for part in row.hf]
-        return to_shard(row, parts, self._shape, rank=0, size=1).to(self._weights[name].pieces[0].dtype)
+        if weight.rows is not None:
+            # rows behind the true vocabulary are padding, as for a table of this run's length
+            begin, end = weight.rows
+            parts = [part[begin:end] for part in parts]
+            shape = dataclasses.replace(shape, padded_vocab_size=end - begin)
+        return to_shard(row, parts, shape, rank=0, size=1).to(weight.pieces[0].dtype)

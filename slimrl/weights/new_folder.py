@@ -120,10 +120,10 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def check_apart(written: Path, flag: str, read: Path, read_flag: str) -> None:
-    """Raises ValueError where one of the two folders contains the other."""
-    first, second = Path(written).resolve(), Path(read).resolve()
-    if first == second or first in second.parents or second in first.parents:
-        raise ValueError(f"{flag} {written} and {read_flag} {read} contain each other: choose another {flag}")
+    """Raises ValueError where writing the one folder would remove the other."""
+    target, source = Path(written).resolve(), Path(read).resolve()
+    if target == source or target in source.parents:
+        raise ValueError(f"{flag} {written} holds {read_flag} {read}, which would be lost: choose another {flag}")
 
 
 def _sync(folder: Path) -> None:

@@ -52,16 +52,33 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight of the model, by its Megatron name, and the blocks that `cut` makes of its values, in order."""
+    """One weight of the model, by its Megatron name, and the blocks that `cut` makes of its values, in order.
+
+    `rows` (begin, end) narrows it to some of its rows: a large weight may be given as several of these.
+    """
 
     name: str
     pieces: tuple[Piece, ...]
     cut: Callable[[Tensor], Sequence[Tensor]]
+    rows: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
         """The bytes of its values."""
         return sum(piece.nbytes for piece in self.pieces)
+
+    def in_rows(self, max_bytes: int) -> Iterator[Weight]:
+        """The weight as several of about `max_bytes` each; it must be stored as one block, as it is."""
+        (piece,) = self.pieces
+        axis = next((dim for dim, size in enumerate(piece.sizes) if size > 1), 0)  # not one that was prepended
+        count = piece.sizes[axis]
+        step = max(1, max_bytes * count // max(1, piece.nbytes))
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            offsets, sizes = list(piece.offsets), list(piece.sizes)
+            offsets[axis], sizes[axis] = offsets[axis] + begin, end - begin
+            part = dataclasses.replace(piece, offsets=tuple(offsets), sizes=tuple(sizes))
+            yield Weight(self.name, (part,), self.cut, (begin, end))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +97,7 @@ class Blueprint:
 def write_torch_dist(
     folder: Path,
     blueprint: Blueprint,
-    read: Callable[[str], Tensor],
+    read: Callable[[Weight], Tensor],
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -89,7 +106,7 @@ def write_torch_dist(
 ) -> None:
     """Writes this process' share of `blueprint` into the existing `folder`; process 0 adds the metadata.
 
-    `read` gives the values of one weight by its Megatron name, in the stored dtype; several threads call it. With
+    `read` gives the values of one weight (or of its `rows`) in the stored dtype; several threads call it. With
     `world_size` > 1 torch.distributed must be open, and every process must hand in the same blueprint. Files are
     closed once they exceed `max_file_bytes`. `on_written` is told the bytes of each finished block, from any thread.
     Raises what `read` raises, in the process where it happened, and RuntimeError in the others.
@@ -114,7 +131,7 @@ class _Planner(SavePlanner):
     """The plan of one process: whole weights, the largest first dealt to the process with the least so far."""
 
     def __init__(
-        self, blueprint: Blueprint, read: Callable[[str], Tensor], *, rank: int = 0, world_size: int = 1
+        self, blueprint: Blueprint, read: Callable[[Weight], Tensor], *, rank: int = 0, world_size: int = 1
     ) -> None:
         self.weights = _share(blueprint.weights, rank, world_size)
         self._objects = blueprint.objects if rank == 0 else {}
@@ -138,26 +155,35 @@ class _Planner(SavePlanner):
 
     def blocks(self, weight: Weight) -> Iterator[tuple[WriteItem, Tensor]]:
         """Reads one weight and yields its blocks, each with a storage of its own."""
-        blocks = weight.cut(self._read(weight.name))
+        blocks = weight.cut(self._read(weight))
         for piece, block in zip(weight.pieces, blocks, strict=True):
-            block = block.detach().reshape(piece.sizes)
             if block.dtype != piece.dtype or block.numel() != torch.Size(piece.sizes).numel():
-                raise ValueError(f"{piece.key} is stored as {piece.dtype} {list(piece.sizes)}, not as {block.dtype}")
-            # torch.save would write the whole storage of a view
-            own = block.is_contiguous() and block.untyped_storage().nbytes() == block.nbytes
-            yield _item(piece), block if own else block.clone(memory_format=torch.contiguous_format)
+                raise ValueError(
+                    f"{piece.key} has shape {list(block.shape)} of {block.dtype} and not {list(piece.sizes)} of"
+                    f" {piece.dtype}: the model was not built from the same flags"
+                )
+            yield _item(piece), _with_own_storage(block.detach().reshape(piece.sizes))
 
 
 def _share(weights: Sequence[Weight], rank: int, world_size: int) -> list[Weight]:
     """The weights of one process, in the order of the blueprint."""
     loads = [0] * world_size
-    mine = set()
-    for weight in sorted(weights, key=lambda weight: weight.nbytes, reverse=True):
+    mine = []
+    for number, weight in sorted(enumerate(weights), key=lambda entry: entry[1].nbytes, reverse=True):
         owner = loads.index(min(loads))
         loads[owner] += weight.nbytes
         if owner == rank:
-            mine.add(weight.name)
-    return [weight for weight in weights if weight.name in mine]
+            mine.append(number)
+    return [weights[number] for number in sorted(mine)]
+
+
+def _with_own_storage(block: Tensor) -> Tensor:
+    """The same values in a storage that has nothing else: torch.save writes a view's whole storage."""
+    block = block.contiguous()
+    if block.untyped_storage().nbytes() == block.nbytes:
+        return block
+    raw = block.view(-1).view(torch.uint8).numpy()  # the storage made from it begins and ends with the block
+    return torch.from_numpy(raw).view(block.dtype).view(block.shape)
 
 
 def _item(piece: Piece) -> WriteItem:

@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Memory and speed of the two converters, next to `cp`, on a generated checkpoint with the shape of Qwen3-0.6B.
+
+    python benchmarks/converters.py [--rounds 5] [--folder DIR] [--json FILE]
+
+Makes the checkpoint (random bf16 weights, tied, 1.19 GB), converts it there and back in turn with `cp` of the same
+bytes, checks that every tensor came back bit for bit, and prints medians. Each run is a process of its own.
+
+What is measured: the conversion from its first look at the files to the renamed folder, with fsync, without the start
+of Python and its imports; `cp` as a process, without fsync as is its way, and with fsync of the copy.
+Memory is sampled every millisecond from /proc/self/status, above what the process had before the conversion: RssAnon
+is memory that only this process can give back, RssFile are pages of mapped files, which the kernel drops when it needs
+room, VmHWM the highest total.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD, VOCAB = 28, 1024, 3072, 16, 8, 128, 151936
+MODEL_ARGS = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS}"
+    f" --group-query-attention --num-query-groups {GROUPS} --kv-channels {HEAD} --vocab-size {VOCAB}"
+    " --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --swiglu --disable-bias-linear --qk-layernorm"
+)
+MIB = 1024**2
+MEMORY = ("RssAnon", "RssFile", "VmRSS")
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """The tensors of the checkpoint."""
+    named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        named |= {
+            prefix + "input_layernorm.weight": (HIDDEN,),
+            prefix + "post_attention_layernorm.weight": (HIDDEN,),
+            prefix + "self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+            prefix + "self_attn.k_proj.weight": (GROUPS * HEAD, HIDDEN),
+            prefix + "self_attn.v_proj.weight": (GROUPS * HEAD, HIDDEN),
+            prefix + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+            prefix + "self_attn.q_norm.weight": (HEAD,),
+            prefix + "self_attn.k_norm.weight": (HEAD,),
+            prefix + "mlp.gate_proj.weight": (FFN, HIDDEN),
+            prefix + "mlp.up_proj.weight": (FFN, HIDDEN),
+            prefix + "mlp.down_proj.weight": (HIDDEN, FFN),
+        }
+    return named
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Writes config.json and model.safetensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    draw = torch.Generator().manual_seed(0)
+    # random bytes are as good as random numbers here, and ten times as fast to make
+    tensors = {
+        name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=draw).view(torch.bfloat16)
+        for name, shape in shapes().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class Watch:
+    """Samples this process' memory in a thread; `peaks` are bytes above those at the start."""
+
+    def __init__(self) -> None:
+        self._first = self._now()
+        self._highest = dict(self._first)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.001):
+            for name, value in self._now().items():
+                self._highest[name] = max(self._highest[name], value)
+
+    @staticmethod
+    def _now() -> dict[str, int]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return {name: int(fields[name].split()[0]) * 1024 for name in MEMORY}
+
+    def peaks(self) -> dict[str, int]:
+        """Ends the sampling."""
+        self._stop.set()
+        self._thread.join()
+        return {name: self._highest[name] - self._first[name] for name in MEMORY}
+
+
+def load_tool(name: str):
+    """A converter's program as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def one_run(direction: str, folder: Path) -> None:
+    """Converts once in this process and prints seconds and memory as JSON."""
+    from slimrl.weights.team import Team
+
+    if direction == "there":
+        tool = load_tool("convert_hf_to_torch_dist")
+        flags = [*MODEL_ARGS.split(), "--hf-checkpoint", str(folder / "hf"), "--save", str(folder / "torch_dist")]
+        args, _ = tool.read_flags(flags)
+        import slimrl.megatron.blueprint  # noqa: F401  what the conversion would import
+
+        def work() -> object:
+            return tool.convert(args, Team(), force=False)
+
+    else:
+        tool = load_tool("convert_torch_dist_to_hf")
+        parsed = tool.parse(
+            ["--input-dir", str(folder / "torch_dist"), "--output-dir", str(folder / "again")]
+            + ["--origin-hf-dir", str(folder / "hf")]
+        )
+
+        def work() -> object:
+            return tool.convert(parsed, Team())
+
+    watch = Watch()
+    begin = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begin
+    print(json.dumps({"seconds": seconds, **watch.peaks()}))
+
+
+def measured(direction: str, folder: Path) -> dict[str, float]:
+    """One conversion in a fresh process."""
+    command = [sys.executable, "-W", "ignore", __file__, "--direction", direction, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode:
+        sys.exit(f"the conversion failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def copied(source: Path, target: Path) -> tuple[float, float]:
+    """Seconds of `cp`, and of `cp` with an fsync of what it wrote."""
+    begin = time.perf_counter()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    plain = time.perf_counter() - begin
+    for path in target.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    durable = time.perf_counter() - begin
+    shutil.rmtree(target)
+    return plain, durable
+
+
+def same_tensors(first: Path, second: Path) -> bool:
+    """Whether two checkpoints hold the same bytes under the same names."""
+    import torch
+
+    from slimrl.weights.hf_files import HfCheckpoint
+
+    with HfCheckpoint(first) as one, HfCheckpoint(second) as other:
+        return sorted(one.names) == sorted(other.names) and all(
+            torch.equal(one.tensor(name).view(torch.int16), other.tensor(name).view(torch.int16)) for name in one.names
+        )
+
+
+def report(
+    nbytes: int, runs: dict[str, list[dict[str, float]]], copies: list[tuple[float, float]]
+) -> dict[str, object]:
+    """Prints the medians and returns them."""
+    plain, durable = (statistics.median(times) for times in zip(*copies, strict=True))
+    print(
+        f"model {nbytes / 1e9:.3f} GB, {len(copies)} rounds, medians; cp {plain:.2f} s, cp with fsync {durable:.2f} s"
+    )
+    print(f"{'direction':<20}{'s':>7}{'GB/s':>7}{'of cp':>8}{'of cp+fsync':>13}{'anonymous':>12}{'total RSS':>12}")
+    result: dict[str, object] = {"model_bytes": nbytes, "cp_s": plain, "cp_fsync_s": durable}
+    for direction, measurements in runs.items():
+        middle = {key: statistics.median(run[key] for run in measurements) for key in measurements[0]}
+        seconds = middle["seconds"]
+        anonymous, total = (max(run[key] for run in measurements) / nbytes for key in ("RssAnon", "VmRSS"))
+        print(
+            f"{direction:<20}{seconds:>7.2f}{nbytes / 1e9 / seconds:>7.2f}{plain / seconds:>8.2f}"
+            f"{durable / seconds:>13.2f}{anonymous:>11.1%}{total:>12.1%}"
+        )
+        result[direction] = {
+            **middle,
+            "of_cp": plain / seconds,
+            "of_cp_fsync": durable / seconds,
+            "anonymous_share": anonymous,
+            "total_share": total,
+        }
+    return result
+
+
+def main() -> int:
+    """Measures; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="conversions in each direction")
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder, removed at the end)")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--direction", choices=("there", "back"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.direction is not None:
+        one_run(args.direction, args.folder)
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+        folder = Path(scratch)
+        make_checkpoint(folder / "hf")
+        nbytes = (folder / "hf" / "model.safetensors").stat().st_size
+        runs: dict[str, list[dict[str, float]]] = {"HF -> torch_dist": [], "torch_dist -> HF": []}
+        copies = []
+        for _ in range(args.rounds):
+            copies.append(copied(folder / "hf", folder / "copy"))
+            runs["HF -> torch_dist"].append(measured("there", folder))
+            copies.append(copied(folder / "hf", folder / "copy"))
+            runs["torch_dist -> HF"].append(measured("back", folder))
+            if not same_tensors(folder / "hf", folder / "again"):
+                sys.exit("a tensor came back changed")
+            shutil.rmtree(folder / "torch_dist")
+            shutil.rmtree(folder / "again")
+        result = report(nbytes, runs, copies)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
