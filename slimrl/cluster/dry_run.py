@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.plan import Surroundings, print_plan, this_machine
+from slimrl.arguments.plan import EXIT_REFUSED, Surroundings, print_plan, this_machine
 from slimrl.sglang.cpu_defaults import with_defaults
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+class ClusterAbsentError(ConnectionError):
+    """RAY_ADDRESS names a cluster that does not answer."""
 
 
 def dry_run(args: Arguments, entry: str) -> int:
@@ -16,18 +24,40 @@ def dry_run(args: Arguments, entry: str) -> int:
     # a slot of another size is a slot of another machine, and those are planned with GPUs
     on_cpu = not machine.gpus and args.slot_memory_gib is None
     words = [word for word in with_defaults([model]) if word != model] if on_cpu else []
-    return print_plan(args, entry, Surroundings(machine, _slots_of_nodes(), words))
+    try:
+        nodes = slots_of_nodes(os.environ.get("RAY_ADDRESS"))
+    except ClusterAbsentError as error:
+        print(f"{entry}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return print_plan(args, entry, Surroundings(machine, nodes, words))
 
 
-def _slots_of_nodes() -> list[int] | None:
-    """GPU slots of each node of the cluster this job runs in, most first; None outside of one."""
-    if not os.environ.get("RAY_ADDRESS"):
+def slots_of_nodes(address: str | None) -> list[int] | None:
+    """GPU slots of each node of the cluster at `address` (RAY_ADDRESS), most first; None without one.
+
+    Raises ClusterAbsentError where nothing answers there; Ray itself would try for minutes.
+    """
+    if not address:
         return None
+    _check_answers(address)
     import ray
 
-    ray.init(log_to_driver=False, logging_level="error")
+    ray.init(address, log_to_driver=False, logging_level="error")
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
     finally:
         ray.shutdown()
     return sorted((int(node["Resources"].get("GPU", 0)) for node in nodes), reverse=True)
+
+
+def _check_answers(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto": Ray looks for a cluster on this machine
+    try:
+        socket.create_connection((host, int(port)), ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterAbsentError(
+            f"the Ray cluster at RAY_ADDRESS={address} does not answer ({error}): start it, or unset RAY_ADDRESS to"
+            " plan without a cluster."
+        ) from error

@@ -25,6 +25,7 @@ class EngineSettings:
     cache_bytes: int = 2  # per element
     fraction: float = ASSUMED_FRACTION
     max_tokens: int | None = None
+    stages: int = 1  # pipeline stages of a server
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
@@ -39,6 +40,7 @@ class EngineSettings:
             cache_bytes=1 if "fp8" in cache else 2 if cache == "bfloat16" else wide,
             fraction=ASSUMED_FRACTION if fraction is None else float(fraction),
             max_tokens=None if tokens is None else int(tokens),
+            stages=int(options.get("pp_size") or 1),
         )
 
 
@@ -60,7 +62,7 @@ class EngineMemory:
 def engine_memory(shape: Shape, settings: EngineSettings, slots: int, slot_bytes: int | None) -> EngineMemory:
     """Weights divided over the server's slots (norms and the like are not, which is not counted), cache by token."""
     weights = int(total_parameters(shape) * settings.weight_bytes) // slots
-    per_token = cache_elements_per_token(shape, slots) * settings.cache_bytes
+    per_token = cache_elements_per_token(shape, slots, settings.stages) * settings.cache_bytes
     tokens = settings.max_tokens
     if slot_bytes is not None:
         room = max(int(slot_bytes * settings.fraction) - weights, 0) // per_token
@@ -68,11 +70,12 @@ def engine_memory(shape: Shape, settings: EngineSettings, slots: int, slot_bytes
     return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
 
 
-def cache_elements_per_token(shape: Shape, slots: int) -> int:
-    """Keys and values of every layer; with latent attention one vector per layer, whole on every slot.
+def cache_elements_per_token(shape: Shape, slots: int, stages: int = 1) -> int:
+    """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every slot.
 
     Fewer key/value heads than slots are held several times.
     """
+    layers = -(-shape.layers // stages)
     if shape.latent is not None:
-        return shape.layers * (shape.latent.kv_rank + shape.latent.rotary_width)
-    return shape.layers * 2 * max(shape.groups // slots, 1) * shape.head_width
+        return layers * (shape.latent.kv_rank + shape.latent.rotary_width)
+    return layers * 2 * max(shape.groups * stages // slots, 1) * shape.head_width

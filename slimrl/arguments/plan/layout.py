@@ -7,6 +7,7 @@ first ones; ranks are grouped in megatron-core's default order tp-cp-ep-dp-pp.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from slimrl.arguments.namespace import Arguments
@@ -32,6 +33,10 @@ class Placement:
     def total(self) -> int:
         """Slots that the run reserves."""
         return max(self.train.stop, self.engines[-1].stop if self.engines else 0)
+
+    def shares(self, positions: range) -> dict[int, int]:
+        """How many of these slots lie on each of their nodes."""
+        return dict(Counter(self.places[position].node for position in positions))
 
     def nodes_of(self, positions: range) -> list[int]:
         """The nodes that these slots lie on."""

@@ -39,13 +39,16 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
         "as the cluster has it" if plan.surroundings.nodes else f"by --num-gpus-per-node {plan.args.num_gpus_per_node}"
     )
     for index, slots in enumerate(where.engines):
-        nodes = where.nodes_of(slots)
-        if len(nodes) > 1:
+        shares = where.shares(slots)
+        if len(shares) > 1 and (
+            len(set(shares.values())) > 1 or any(n != where.on_node(at) for at, n in shares.items())
+        ):
+            listed = ", ".join(f"{n} of the {where.on_node(at)} on node {at}" for at, n in shares.items())
             yield Problem(
                 "--rollout-num-gpus-per-engine",
-                f"engine {index} would get the slots {slots[0]} to {slots[-1]}, which lie on nodes {nodes[0]} and"
-                f" {nodes[-1]} {per_node}, and an engine never spans nodes: choose training slots and"
-                " --rollout-num-gpus-per-engine so that engines end where nodes do.",
+                f"engine {index} would get the slots {slots[0]} to {slots[-1]}: {listed} ({per_node}), and an engine"
+                " lies on one node or fills whole nodes alike: choose training slots and --rollout-num-gpus-per-engine"
+                " so that engines end where nodes do.",
             )
             return
     for first in range(0, len(where.train), tp):

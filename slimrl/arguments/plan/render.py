@@ -254,7 +254,7 @@ def _servers(plan: Plan) -> Iterator[str]:
     yield from table(rows)
     if len(shown) < len(plan.servers):
         yield f"{len(plan.servers)} servers in all"
-    size = args.rollout_num_gpus_per_engine
+    size = args.rollout_num_gpus_per_engine // plan.engine_settings.stages
     words = [f"--model-path {args.hf_checkpoint}", f"--tp-size {size}", *option_words(args.sglang_options)]
     yield f"each with: {' '.join(words)}"
     if plan.surroundings.server_words:

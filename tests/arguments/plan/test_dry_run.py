@@ -15,6 +15,7 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.plan import Machine, Surroundings, make_plan, refusals
 from slimrl.arguments.plan.render import render, table
+from slimrl.sglang.flags import server_flags
 from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
 from tests.arguments.plan.test_files import safetensors
 
@@ -25,7 +26,9 @@ H100S = Surroundings(Machine(gpus=(80 * GIB,) * 8, host=None))
 
 
 def plan_of(recipe, more="", *, placement=COLOCATED, around=HERE, entry="train.py"):
-    args, problems = read_args(recipe.line(f"--run-name x {more}", placement=placement), entry=entry)
+    args, problems = read_args(
+        recipe.line(f"--run-name x {more}", placement=placement), entry=entry, passthrough={"sglang": server_flags}
+    )
     assert problems == []
     return make_plan(args, entry, around)
 
@@ -92,14 +95,22 @@ def test_a_cluster_with_too_few_slots_is_refused(recipe):
     (sentence,) = sentences(plan_of(recipe, around=Surroundings(Machine((), None), nodes=[4])))
     assert "ask for 8 slots (8 for training, 8 for engines, the same ones) and the Ray cluster has 4" in sentence
     alone = Surroundings(Machine(gpus=(80 * GIB,) * 4, host=None))
-    (sentence,) = sentences(plan_of(recipe, around=alone))
-    assert "this machine has 4" in sentence
+    assert "outside a Ray cluster this machine has 4" in sentences(plan_of(recipe, around=alone))[0]
 
 
 def test_an_engine_across_nodes_is_refused(recipe):
-    placement = "--actor-num-gpus-per-node 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4"
-    (sentence,) = sentences(plan_of(recipe, placement=placement + " --rollout-num-gpus-per-engine 4 ", more=placement))
-    assert "engine 1 would get the slots 6 to 9, which lie on nodes 0 and 1 by --num-gpus-per-node 8" in sentence
+    placement = "--actor-num-gpus-per-node 2 --rollout-num-gpus 8"
+    (sentence,) = sentences(plan_of(recipe, "--rollout-num-gpus-per-engine 4", placement=placement))
+    assert (
+        "engine 1 would get the slots 6 to 9: 2 of the 8 on node 0, 2 of the 2 on node 1 (by --num-gpus-per-node 8)"
+        in sentence
+    )
+
+
+def test_an_engine_may_fill_whole_nodes(recipe):
+    around = Surroundings(Machine((), None), nodes=[4, 4, 4])
+    placement = "--actor-num-gpus-per-node 4 --rollout-num-gpus 8"
+    assert sentences(plan_of(recipe, "--rollout-num-gpus-per-engine 8", placement=placement, around=around)) == []
 
 
 def test_a_layer_shared_across_nodes_is_refused(recipe):

@@ -176,6 +176,7 @@ def test_keys_and_values_take_what_each_layer_keeps_of_a_token():
     assert cache_elements_per_token(shape, 1) == 36 * 2 * 8 * 128
     assert cache_elements_per_token(shape, 2) == 36 * 2 * 4 * 128
     assert cache_elements_per_token(shape, 16) == 36 * 2 * 1 * 128  # a head is held twice
+    assert cache_elements_per_token(shape, 4, stages=2) == 18 * 2 * 4 * 128
     assert cache_elements_per_token(shape_of(flags(DEEPSEEK_V3)), 8) == 61 * 576
 
 

@@ -1,0 +1,51 @@
+"""The plan's view of a Ray cluster."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from slimrl.arguments.plan.layout import placement
+from slimrl.cluster.dry_run import ClusterAbsentError, slots_of_nodes
+from slimrl.cluster.session import ray_session
+from slimrl.cluster.slots import plan_slots
+from tests.arguments.plan.published import QWEN3_4B, flags
+from tests.megatron.launch import free_port
+
+
+def test_without_a_cluster_nothing_is_asked():
+    assert slots_of_nodes(None) is None
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once():
+    started = time.perf_counter()
+    with pytest.raises(ClusterAbsentError, match="RAY_ADDRESS=127.0.0.1:.* does not answer"):
+        slots_of_nodes(f"127.0.0.1:{free_port()}")
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(actor_num_gpus_per_node=2, rollout_num_gpus=6),
+        dict(colocate=True),
+        dict(rollout_num_gpus=4, debug_train_only=True),
+        dict(rollout_num_gpus=4, debug_rollout_only=True),
+    ],
+)
+def test_the_plan_reserves_the_slots_that_the_run_reserves(changes):
+    args = flags(QWEN3_4B, rollout_num_gpus_per_engine=2, **changes)
+    planned, reserved = placement(args, None), plan_slots(args)
+    assert (planned.total, planned.train) == (reserved.total, reserved.train)
+    assert [slot for engine in planned.engines for slot in engine] == list(reserved.rollout)
+
+
+@pytest.mark.slow
+def test_a_running_cluster_says_how_many_slots_its_nodes_have():
+    with ray_session(3):
+        address = ray.get_runtime_context().gcs_address
+        program = f"from slimrl.cluster.dry_run import slots_of_nodes; print(slots_of_nodes('{address}'))"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[3]", done.stderr
