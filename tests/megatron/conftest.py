@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +16,13 @@ from tests.megatron.launch import RankPool
 
 @dataclasses.dataclass
 class Models:
-    """A policy and a reference model, each as a Hugging Face folder and as a torch_dist folder."""
+    """A policy and a reference model, each as a Hugging Face folder and as a torch_dist folder; their flags."""
 
     policy_hf: Path
     policy: Path
     reference_hf: Path
     reference: Path
-    untied_hf: Path
+    flags: dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -38,16 +40,39 @@ def two_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four processes."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def models(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The models, converted."""
-    root = tmp_path_factory.mktemp("models")
+    """Two dense layers."""
+    return _convert(one_rank, tmp_path_factory.mktemp("models"), tiny.save_qwen3, {})
+
+
+@pytest.fixture(scope="session")
+def deep_models(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Four dense layers: enough for uneven and for virtual pipeline stages."""
+    save = functools.partial(tiny.save_qwen3, layers=4)
+    return _convert(one_rank, tmp_path_factory.mktemp("deep_models"), save, {"num_layers": 4})
+
+
+@pytest.fixture(scope="session")
+def expert_models(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Two layers of four experts."""
+    return _convert(one_rank, tmp_path_factory.mktemp("expert_models"), tiny.save_qwen3_moe, tiny.MOE_FLAGS)
+
+
+def _convert(pool: RankPool, root: Path, save: Callable[..., Path], flags: dict[str, Any]) -> Models:
     made = Models(
-        policy_hf=tiny.save_qwen3(root / "policy_hf", seed=1),
+        policy_hf=save(root / "policy_hf", seed=1),
         policy=root / "policy",
-        reference_hf=tiny.save_qwen3(root / "reference_hf", seed=2),
+        reference_hf=save(root / "reference_hf", seed=2),
         reference=root / "reference",
-        untied_hf=tiny.save_qwen3(root / "untied_hf", seed=3, tied=False),
+        flags=flags,
     )
     for source, target in ((made.policy_hf, made.policy), (made.reference_hf, made.reference)):
-        one_rank.run(ranks.convert, tiny.tiny_args(), source, target)
+        pool.run(ranks.convert, tiny.tiny_args(**flags), source, target)
     return made

@@ -155,3 +155,14 @@ def test_the_unbiased_kl_is_multiplied_by_the_ratio():
     settings = dataclasses.replace(SETTINGS, unbiased_kl=True)
     logged = dict(zip(settings.weighted_names, policy_loss_sums(inputs, settings).weighted.tolist(), strict=True))
     assert logged["kl_loss"] == pytest.approx(1.5 * KL / 2, rel=1e-6)
+
+
+def test_supervised_training_minimises_the_negative_log_likelihood_of_trained_tokens():
+    settings = dataclasses.replace(SETTINGS, supervised=True)
+    sums = policy_loss_sums(two_samples(), settings)
+    first, last = 1.0, 3.0 - math.log(1.5)  # the first sample's trained tokens; the second sample's is 1.5
+    assert float(sums.loss) == pytest.approx((first + last) / 2 + 1.5, rel=1e-6)
+    assert settings.weighted_names == ("loss", "entropy_loss")
+    assert sums.weighted.tolist() == pytest.approx([(first + last) / 2 + 1.5, (0.4 + 0.8) / 2 + 1.0], rel=1e-6)
+    whole = policy_loss_sums(two_samples(), dataclasses.replace(settings, per_token=True))
+    assert (float(whole.loss), int(whole.count)) == (pytest.approx(first + last + 1.5, rel=1e-6), 3)
