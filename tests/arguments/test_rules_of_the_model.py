@@ -127,8 +127,17 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "latent_attention_is_plain_otherwise": (
-        ["--multi-latent-attention", "--rotary-interleaved"],
         [
+            "--multi-latent-attention",
+            "--rotary-interleaved",
+            "--multi-latent-attention --tensor-model-parallel-size 2 --sequence-parallel",
+        ],
+        [
+            (
+                "--multi-latent-attention --tensor-model-parallel-size 2",
+                "--multi-latent-attention with --tensor-model-parallel-size 2 trains with --sequence-parallel only:"
+                " add it.",
+            ),
             (
                 "--multi-latent-attention --rotary-interleaved",
                 "--rotary-interleaved and --multi-latent-attention exclude each other (its rotary channels have an"

@@ -48,3 +48,11 @@ def latent_attention_is_plain_otherwise(args: Arguments, context: Context) -> It
             "--use-rope-scaling is Llama 3's and --multi-latent-attention stretches with --rotary-scaling-factor: leave"
             " the first out.",
         )
+    tp, training = args.tensor_model_parallel_size, context.is_training and not args.debug_rollout_only
+    # with experts another rule asks for it
+    if args.multi_latent_attention and tp > 1 and not args.sequence_parallel and args.num_experts is None and training:
+        yield Problem(
+            "--sequence-parallel",
+            f"--multi-latent-attention with --tensor-model-parallel-size {tp} trains with --sequence-parallel only: add"
+            " it.",
+        )

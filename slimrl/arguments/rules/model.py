@@ -70,6 +70,14 @@ def model_agrees_with_hf_config(args: Arguments, context: Context) -> Iterator[P
     except ValueError as error:
         yield Problem("--hf-checkpoint", f"--hf-checkpoint: {path} is not JSON ({error}): copy the model again.")
         return
+    quantised = (config.get("quantization_config") or {}).get("quant_method")
+    if quantised is not None and context.is_training and not args.debug_train_only:
+        yield Problem(
+            "--hf-checkpoint",
+            f"--hf-checkpoint holds weights quantised as {quantised!r} and its servers would take trained weights for"
+            " quantised ones: give the model in bf16 (of block-wise fp8, tools/convert_hf_to_torch_dist.py and then"
+            " tools/convert_torch_dist_to_hf.py make one).",
+        )
     for problem in disagreements(args, config):
         if problem.flag.removeprefix("--").replace("-", "_") not in context.broken:
             yield problem
