@@ -41,7 +41,7 @@ def test_every_link_of_a_page_leads_to_a_file(page):
 
 
 def test_the_readme_leads_to_every_guide():
-    linked = set(re.findall(r"\]\((docs/[a-z]+\.md)\)", (ROOT / "README.md").read_text()))
+    linked = set(re.findall(r"\]\((docs/[a-z-]+\.md)\)", (ROOT / "README.md").read_text()))
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
