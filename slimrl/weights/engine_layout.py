@@ -17,6 +17,7 @@ from slimrl.weights.shape import ModelShape
 
 VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
 HOST_FFN_MULTIPLE = 32  # on the CPU it pads each rank's part of the inner width of every MLP, too
+FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # model types whose router the engine keeps in float32
 FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
 
 
@@ -30,20 +31,26 @@ class EngineLayout:
 
 @dataclasses.dataclass(frozen=True)
 class EngineTensor:
-    """A tensor of the engine: its name, how many rows of the table make it up, whether they are stacked or joined."""
+    """A tensor of the engine: its name, how many rows of the table make it up, whether they are stacked or joined.
+
+    `dtype` None: that of the rows.
+    """
 
     name: str
     rows: int = 1
     stacked: bool = False
+    dtype: torch.dtype | None = None
 
     def join(self, shards: list[Tensor]) -> Tensor:
         """The tensor, from what each of its rows gives."""
-        return torch.stack(shards) if self.stacked else torch.cat(shards)
+        return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
-def engine_tensor(row: Row, shape: ModelShape) -> EngineTensor:
+def engine_tensor(row: Row, shape: ModelShape, model_type: str) -> EngineTensor:
     """Where the engine keeps a row's tensors."""
     name = row.hf[0].name
+    if name.endswith(".mlp.gate.weight") and model_type in FLOAT32_ROUTERS:
+        return EngineTensor(name, dtype=torch.float32)
     if row.expert is not None:
         module, _, projection = name.partition(f".experts.{row.expert}.")
         matrix = "w2_weight" if projection.startswith("down_proj") else "w13_weight"

@@ -40,7 +40,7 @@ def expected_checksums(
     tensors = iter(named_tensors)
     for row in family.rows(shape):
         parts = [next(tensors)[1].clone() for _ in row.hf]
-        target = engine_tensor(row, shape)
+        target = engine_tensor(row, shape, family.model_type)
         for size, ranks in expected.items():
             layout = EngineLayout(size, on_host)
             for rank, checksums in enumerate(ranks):

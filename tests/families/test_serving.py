@@ -27,6 +27,12 @@ from tests.weights import ranks
 pytestmark = pytest.mark.slow
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_total_tokens": 2048,
+    "max_running_requests": 4,
+    "context_length": 512,
+}
 PROMPT_TOKENS = 40
 NEW_TOKENS = 12
 # transformers adds 1e-6 to the variance of latent vectors whatever rms_norm_eps is; the server and Megatron add that
@@ -59,14 +65,7 @@ class Servers:
 
     def _start(self, toy: Toy) -> None:
         folder = toy.save(self.root / toy.name / "0", seed=0, tokenizer=False)
-        options: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "max_total_tokens": 2048,
-            "max_running_requests": 4,
-            "context_length": 512,
-        }
-        if toy.code is not None:
-            options["trust_remote_code"] = True
+        options = OPTIONS if toy.code is None else OPTIONS | {"trust_remote_code": True}
         self._running[toy.name] = ServerProcess(folder, log_path=self.root / f"{toy.name}.log", options=options)
         self._running[toy.name].start()
 
@@ -156,3 +155,19 @@ def test_pushed_weights_are_served_with_transformers_log_probabilities(
     assert all(not isinstance(result, str) for result in results), results
     assert max(buckets for _, buckets in results) > 5
     assert_serves(served, seed, str(seed))
+
+
+def test_half_precision_with_routers_biases_in_float32_arrives_bit_for_bit(pools: Pools, tmp_path: Path):
+    toy, layout = TOYS["glm4-moe"], BY_NAME["expert 2"]
+    first, second = (toy.save(tmp_path / str(n), seed=n, dtype="bf16", tokenizer=False) for n in range(2))
+    server = ServerProcess(first, log_path=tmp_path / "log", options=OPTIONS | {"dtype": "bfloat16"})
+    try:
+        server.start()
+        server.wait_ready(120)
+        engines = [EngineEndpoint(server.url, [2])]
+        args = flags(toy, layout, "--bf16")
+        results = pools[2].run(ranks.push, args, second, engines, "split", "1", tmp_path, timeout_s=100)
+        assert all(not isinstance(result, str) for result in results), results
+        assert ask(server.url, [5, 17, 90])[2] == "1"
+    finally:
+        server.stop()
