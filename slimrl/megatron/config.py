@@ -142,7 +142,8 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
         "gradient_accumulation_fusion": args.gradient_accumulation_fusion and _has_fused_weight_gradient(),
-        "moe_grouped_gemm": args.moe_grouped_gemm and _has_grouped_product(args, fused),
+        # the grouped_gemm package's own module keeps experts in another form than any table of weights describes
+        "moe_grouped_gemm": args.moe_grouped_gemm and fused,
     }
     for name in _NEED_TRANSFORMER_ENGINE:
         overrides[name] = vars(args)[name] and fused
@@ -177,7 +178,7 @@ def kernels_without_effect(args: Arguments) -> list[str]:
     names = [name for name in _NEED_TRANSFORMER_ENGINE if values[name] is True and not fused]
     # these are on by default, so their absence is no news
     wanted = [name for name in names if name not in _ON_BY_DEFAULT]
-    if args.moe_grouped_gemm and not _has_grouped_product(args, fused):
+    if args.moe_grouped_gemm and not fused:
         wanted.append("moe_grouped_gemm")
     if args.use_precision_aware_optimizer and not fused:
         wanted.append("use_precision_aware_optimizer")
@@ -187,11 +188,6 @@ def kernels_without_effect(args: Arguments) -> list[str]:
 
 
 _ON_BY_DEFAULT = ("bias_dropout_fusion", "apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm")
-
-
-def _has_grouped_product(args: Arguments, fused: bool) -> bool:
-    """True where all experts of a slot can be computed in one product."""
-    return fused or (not is_cpu() and importlib.util.find_spec("grouped_gemm") is not None)
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:

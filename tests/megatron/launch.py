@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -56,14 +57,15 @@ class RankPool:
         The function must be importable (a module's own) and leave torch.distributed closed. Raises RuntimeError
         with the traceback of the first rank that failed, TimeoutError after `timeout_s`; the pool is closed then.
         """
-        init_method = f"tcp://127.0.0.1:{free_port()}"
-        for connection in self._connections:
-            connection.send((function, init_method, arguments))
-        try:
-            return self._collect(time.monotonic() + timeout_s)
-        except (RuntimeError, TimeoutError):
-            self.close()
-            raise
+        # Through a file: a port that is free now may be taken before the ranks meet there.
+        with tempfile.TemporaryDirectory() as folder:
+            for connection in self._connections:
+                connection.send((function, f"file://{folder}/store", arguments))
+            try:
+                return self._collect(time.monotonic() + timeout_s)
+            except (RuntimeError, TimeoutError):
+                self.close()
+                raise
 
     def _collect(self, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
