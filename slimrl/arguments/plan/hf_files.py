@@ -60,6 +60,14 @@ def read_hf_files(folder: Path, *, layers: int, tied: bool) -> HfFiles | None:
     )
 
 
+def bytes_per_weight(folder: Path, files: HfFiles | None, parameters: int) -> float:
+    """What an engine keeps of one weight: as its files have it; without files 1 in fp8, else 2."""
+    if files is not None and not files.missing:
+        return files.bytes / parameters
+    config = json.loads((folder / "config.json").read_text())
+    return 1.0 if (config.get("quantization_config") or {}).get("quant_method") == "fp8" else 2.0
+
+
 def _names(folder: Path) -> list[str]:
     index = folder / INDEX
     if not index.is_file():

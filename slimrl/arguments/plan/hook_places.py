@@ -7,6 +7,7 @@ import dataclasses
 import importlib.machinery
 import sys
 from pathlib import Path
+from typing import Any
 
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import Arguments, all_flag_specs
@@ -26,7 +27,7 @@ class HookPlace:
 def hook_places(args: Arguments) -> list[HookPlace]:
     """Every `--...-path` flag that leads to a module, and the hooks of single evaluation sets."""
     values = vars(args)
-    doors = {spec.name: values[spec.dest] for spec in all_flag_specs() if _may_name_code(spec)}
+    doors = {spec.name: values[spec.dest] for spec in all_flag_specs() if _may_name_code(spec, values[spec.dest])}
     for dataset in args.eval_datasets:
         if dataset.custom_rm_path != args.custom_rm_path:
             doors[f"eval set {dataset.name}: custom_rm_path"] = dataset.custom_rm_path
@@ -36,8 +37,10 @@ def hook_places(args: Arguments) -> list[HookPlace]:
     return [place for place in places if place is not None]
 
 
-def _may_name_code(spec: FlagSpec) -> bool:
-    return spec.value_type is str and spec.dest.endswith("_path")
+def _may_name_code(spec: FlagSpec, value: Any) -> bool:
+    """Also false for the default of a flag that is not served: nothing of that name is called."""
+    unused = spec.not_served is not None and value == spec.default
+    return spec.value_type is str and spec.dest.endswith("_path") and not unused
 
 
 def _place(door: str, path: str) -> HookPlace | None:

@@ -11,7 +11,7 @@ from slimrl.arguments.plan.batch import Batches, MicroBatch, batches, largest_mi
 from slimrl.arguments.plan.checkpoints import Start, start_of
 from slimrl.arguments.plan.engine_memory import EngineSettings
 from slimrl.arguments.plan.engines import Server, server_defaults, servers
-from slimrl.arguments.plan.hf_files import HfFiles, read_hf_files
+from slimrl.arguments.plan.hf_files import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.arguments.plan.hook_places import HookPlace, hook_places
 from slimrl.arguments.plan.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.plan.machine import Machine
@@ -81,12 +81,12 @@ def make_plan(args: Arguments, entry: str, surroundings: Surroundings) -> Plan:
     """The plan of a checked command line. Raises UnreadableFileError where a weights file is broken."""
     shape, groups = shape_of(args), groups_of(args)
     where = placement(args, surroundings.nodes)
-    files = read_hf_files(Path(args.hf_checkpoint), layers=shape.layers, tied=shape.tied)
+    folder = Path(args.hf_checkpoint)
+    files = read_hf_files(folder, layers=shape.layers, tied=shape.tied)
     slot = slot_memory(args, where, surroundings)
     total = total_parameters(shape)
-    weight_bytes = files.bytes / total if files is not None and not files.missing else 2.0
     options = {**server_defaults(surroundings.server_words), **args.sglang_options}
-    settings = EngineSettings.from_options(options, weight_bytes=weight_bytes)
+    settings = EngineSettings.from_options(options, weight_bytes=bytes_per_weight(folder, files, total))
     slot_bytes = None if slot is None or slot.shared else slot.bytes
     return Plan(
         args=args,

@@ -91,31 +91,32 @@ def _memory(plan: Plan) -> Iterator[Problem]:
         return
     stage, engine, slot = plan.memory.largest_stage, plan.memory.engine, plan.slot
     have = f"{gib(slot.bytes)} ({slot.source})"
-    if stage is not None and stage.total > slot.bytes:
+    training_fits = stage is None or stage.total <= slot.bytes
+    if not training_fits:
         yield Problem(
             "--tensor-model-parallel-size",
             f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {_less_training(plan)}.",
         )
+    if engine is None:
         return
-    if engine is not None:
-        fraction = plan.engine_settings.fraction
-        static = int(slot.bytes * fraction)
-        if engine.tokens < plan.micro_batch.longest_sample:
-            yield Problem(
-                "--rollout-num-gpus-per-engine",
-                f"an engine's slot has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and"
-                f" a KV cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
-                f" {plan.micro_batch.longest_sample:,}: raise --rollout-num-gpus-per-engine or"
-                " --sglang-mem-fraction-static.",
-            )
-        elif stage is not None and plan.colocated and not plan.takes_turns and stage.total + static > slot.bytes:
-            most = (slot.bytes - stage.total) / slot.bytes
-            yield Problem(
-                "--sglang-mem-fraction-static",
-                f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x"
-                f" that = {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
-                f" {max(int(most * 100) / 100, 0.01):g} or less, or split the roles with --rollout-num-gpus.",
-            )
+    fraction = plan.engine_settings.fraction
+    static = int(slot.bytes * fraction)
+    if engine.tokens < plan.micro_batch.longest_sample:
+        yield Problem(
+            "--rollout-num-gpus-per-engine",
+            f"an engine's slot has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and a KV"
+            f" cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
+            f" {plan.micro_batch.longest_sample:,}: raise --rollout-num-gpus-per-engine or"
+            " --sglang-mem-fraction-static.",
+        )
+    elif training_fits and plan.colocated and not plan.takes_turns and stage.total + static > slot.bytes:
+        most = (slot.bytes - stage.total) / slot.bytes
+        yield Problem(
+            "--sglang-mem-fraction-static",
+            f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
+            f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
+            f" {max(int(most * 100) / 100, 0.01):g} or less, or split the roles with --rollout-num-gpus.",
+        )
 
 
 def _shared_memory(plan: Plan) -> Iterator[Problem]:
@@ -150,6 +151,8 @@ def stage_sum(stage: StageMemory) -> str:
 def _less_training(plan: Plan) -> str:
     """What would help, without what is on already."""
     args, means = plan.args, ["raise --tensor-model-parallel-size"]
+    if plan.shape.experts is not None:
+        means.append("raise --expert-model-parallel-size")
     if plan.groups.optimizer_shares > 1 and not args.use_distributed_optimizer:
         means.append("add --use-distributed-optimizer")
     if args.recompute_granularity != "full":

@@ -121,7 +121,7 @@ def test_a_layer_shared_across_nodes_is_refused(recipe):
 
 
 def test_too_little_memory_for_training_is_refused_with_the_sum(recipe):
-    (sentence,) = sentences(plan_of(recipe, "--bf16 --slot-memory-gib 16"))
+    (sentence,) = sentences(plan_of(recipe, "--bf16 --slot-memory-gib 18"))
     assert sentence.startswith("training needs ")
     assert "weights 3.75 GiB + gradients 7.49 GiB + optimizer 5.62 GiB" in sentence
     assert "raise --tensor-model-parallel-size" in sentence
@@ -183,7 +183,7 @@ def test_a_refused_plan_ends_with_exit_code_2_and_the_plan_is_still_shown(recipe
     done, _ = run(recipe, "train.py", "--slot-memory-gib 4")
     assert done.returncode == 2
     assert "Memory of one slot" in done.stdout
-    assert "1 problem with the command line; nothing was started." in done.stderr
+    assert "2 problems with the command line; nothing was started." in done.stderr  # training, and the engine
 
 
 def test_a_broken_weights_file_is_a_sentence(recipe):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments.plan.checkpoints import find, start_of
-from slimrl.arguments.plan.hf_files import UnreadableFileError, read_hf_files
+from slimrl.arguments.plan.hf_files import UnreadableFileError, bytes_per_weight, read_hf_files
 from slimrl.arguments.plan.hook_places import hook_places
 from tests.arguments.plan.published import QWEN3_4B, flags
 
@@ -96,6 +96,15 @@ def test_a_shard_that_the_index_names_may_be_missing(tmp_path):
 def test_packed_weights_are_not_compared(tmp_path):
     safetensors(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.qweight": [2, 2]})
     assert read_hf_files(tmp_path, layers=1, tied=False).elements is None
+
+
+def test_an_engine_keeps_weights_as_the_files_have_them(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert bytes_per_weight(tmp_path, None, 3) == 2.0
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert bytes_per_weight(tmp_path, None, 3) == 1.0
+    safetensors(tmp_path / "model.safetensors", {"a": [3]}, dtype="F32", width=4)
+    assert bytes_per_weight(tmp_path, read_hf_files(tmp_path, layers=1, tied=False), 3) == 4.0
 
 
 def test_a_folder_without_weights_has_no_files(tmp_path):
