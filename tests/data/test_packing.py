@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimrl.data.batch import RolloutBatch, batch_from_samples
-from slimrl.data.packing import schedule_batch
+from slimrl.data.packing import schedule_batch, sequence_multiple
 from slimrl.data.sample import Sample
 
 
@@ -47,7 +47,7 @@ def ids_by_step(ranks: list[RolloutBatch], step: int) -> list[int]:
 def cases(draw):
     ranks = draw(st.integers(1, 4))
     micro_batch_size = draw(st.integers(1, 3))
-    step_size = ranks * micro_batch_size * draw(st.integers(1, 4))
+    step_size = 2 * ranks * micro_batch_size * draw(st.integers(1, 3))
     steps = draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(1, 40), min_size=steps * step_size, max_size=steps * step_size))
     return lengths, {
@@ -56,6 +56,8 @@ def cases(draw):
         "micro_batch_size": micro_batch_size,
         "max_tokens_per_micro_batch": draw(st.one_of(st.none(), st.integers(5, 60))),
         "balance": draw(st.booleans()),
+        "context_parallel_size": draw(st.integers(1, 3)),
+        "micro_batch_group": draw(st.integers(1, 2)),
     }
 
 
@@ -65,20 +67,22 @@ def test_every_promise_holds(case):
     lengths, options = case
     ranks = schedule(lengths, **options)
     cap, step_size = options["max_tokens_per_micro_batch"], options["global_batch_size"]
-    steps = len(lengths) // step_size
+    steps, multiple = len(lengths) // step_size, sequence_multiple(options["context_parallel_size"])
     assert len(ranks) == options["data_parallel_size"]
     for step in range(steps):
         # every sample once, in the step of its position; the same number of micro-batches everywhere
         first = 100 + step * step_size
         assert ids_by_step(ranks, step) == list(range(first, first + step_size))
         assert len({len(batch.micro_batches[step]) for batch in ranks}) == 1
+        assert len(ranks[0].micro_batches[step]) % options["micro_batch_group"] == 0
     for batch in ranks:
         assert batch.samples_per_step == [step_size] * steps
         assert sorted(row for step in batch.micro_batches for group in step for row in group) == list(range(len(batch)))
         assert batch.tokens.tolist() == torch.repeat_interleave(batch.sample_ids, batch.total_lengths).tolist()
         for group in (group for step in batch.micro_batches for group in step):
-            tokens = int(batch.total_lengths[group].sum())
-            assert len(group) == options["micro_batch_size"] if cap is None else len(group) == 1 or tokens <= cap
+            padded = sum(-(-length // multiple) * multiple for length in batch.total_lengths[group].tolist())
+            fits = cap is not None and padded <= cap * options["context_parallel_size"]
+            assert len(group) == options["micro_batch_size"] if cap is None else len(group) == 1 or fits
     again = schedule(lengths, **options)
     assert [batch.micro_batches for batch in again] == [batch.micro_batches for batch in ranks]
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(again, ranks, strict=True))
@@ -96,6 +100,24 @@ def test_dynamic_micro_batches_are_as_few_as_the_cap_allows():
     assert len(batch.micro_batches[0]) == 4  # 44 tokens in bins of 11
     sums = [int(batch.total_lengths[group].sum()) for group in batch.micro_batches[0]]
     assert sums == [11, 11, 11, 11]
+
+
+def test_context_parallel_ranks_share_a_micro_batch_of_as_many_times_the_tokens():
+    lengths = [8] * 12
+    (alone,) = schedule(lengths, max_tokens_per_micro_batch=16)
+    (shared,) = schedule(lengths, max_tokens_per_micro_batch=16, context_parallel_size=2)
+    assert [len(group) for group in alone.micro_batches[0]] == [2] * 6
+    assert [len(group) for group in shared.micro_batches[0]] == [4] * 3
+
+
+def test_samples_count_with_the_padding_that_context_parallelism_needs():
+    (batch,) = schedule([5] * 4, max_tokens_per_micro_batch=10, context_parallel_size=2)  # 8 tokens each, of 20
+    assert [len(group) for group in batch.micro_batches[0]] == [2, 2]
+
+
+def test_virtual_pipeline_stages_get_whole_groups_of_micro_batches():
+    (batch,) = schedule([8] * 12, max_tokens_per_micro_batch=32, micro_batch_group=4)
+    assert [len(group) for group in batch.micro_batches[0]] == [3] * 4  # three micro-batches would hold them
 
 
 @pytest.mark.parametrize("cap", [None, 60])
@@ -132,6 +154,11 @@ def test_trained_tokens_are_counted_over_all_ranks_without_the_masked_ones():
         ({"global_batch_size": 4}, "6 samples, which --global-batch-size 4 does not divide"),
         ({"micro_batch_size": 4}, "--global-batch-size 6 is not divisible by 1 .* --micro-batch-size 4"),
         ({"data_parallel_size": 4}, "--global-batch-size 6 is not divisible by 4"),
+        ({"micro_batch_group": 4}, "--micro-batch-size 1 x 4 micro-batches that virtual pipeline stages take"),
+        (
+            {"micro_batch_group": 4, "max_tokens_per_micro_batch": 5},
+            r"6 samples cannot fill 8 micro-batches \(8 in groups of 4 on each of 1 data-parallel",
+        ),
         (
             {"data_parallel_size": 4, "max_tokens_per_micro_batch": 5},
             r"6 samples cannot fill 8 micro-batches \(2 on each of 4 data-parallel ranks, at most 5 tokens each\)",

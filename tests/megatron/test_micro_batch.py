@@ -60,3 +60,37 @@ def test_a_sample_without_a_response_contributes_no_rows(batch: RolloutBatch):
     packed = pack_micro_batch(batch, [0, 1, 2], length_multiple=1, device=torch.device("cpu"))
     assert packed.targets.tolist() == [12, 13, 33, 34, 35]
     assert packed.response_index.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_context_parallel_ranks_share_every_sequence_and_its_response(batch: RolloutBatch):
+    packs = [
+        pack_micro_batch(
+            batch, [0, 2], length_multiple=1, device=torch.device("cpu"), context_rank=rank, context_size=2
+        )
+        for rank in range(2)
+    ]
+    # 10 11 12 13 in pieces of one; 30 to 35 padded to eight, in pieces of two
+    assert packs[0].tokens.tolist() == [[10, 13, 30, 31, 0, 0]]
+    assert packs[1].tokens.tolist() == [[11, 12, 32, 33, 34, 35]]
+    for pack in packs:  # boundaries and samples are those of the whole pack
+        assert pack.sequences.cu_seqlens_q.tolist() == [0, 4, 12]
+        assert pack.sequences.max_seqlen_q == 8
+        assert pack.response_index.tolist() == [0, 1, 3, 4, 5]
+        assert pack.response_lengths.tolist() == [2, 3]
+    # 12, 13 | 33, 34, 35 are predicted by 11, 12 | 32, 33, 34: all of them the second rank's
+    assert packs[0].own.tolist() == packs[0].logit_rows.tolist() == packs[0].targets.tolist() == []
+    assert packs[1].own.tolist() == [0, 1, 2, 3, 4]
+    assert packs[1].logit_rows.tolist() == [0, 1, 2, 3, 4]
+    assert packs[1].targets.tolist() == [12, 13, 33, 34, 35]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_response_token_is_predicted_on_exactly_one_context_parallel_rank(batch: RolloutBatch, ranks: int):
+    owners = torch.zeros(6, dtype=torch.int64)
+    for rank in range(ranks):
+        pack = pack_micro_batch(
+            batch, [1, 2, 0], length_multiple=3, device=torch.device("cpu"), context_rank=rank, context_size=ranks
+        )
+        assert pack.tokens.shape[1] % 3 == 0
+        owners[pack.own] += 1
+    assert owners.tolist() == [1] * 6
