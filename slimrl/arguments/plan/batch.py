@@ -27,12 +27,12 @@ class Batches:
 class MicroBatch:
     """The largest forward pass: tokens on one slot, and whether a single sample decides it.
 
-    `longest_sample` (tokens) is what the flags allow; without a limit on prompts it counts the response alone.
+    `longest_sample` (tokens) is what the flags allow; `basis` says in words what it counts.
     """
 
     tokens_per_slot: int
     longest_sample: int
-    prompts_bounded: bool
+    basis: str
     alone: bool
 
 
@@ -50,13 +50,15 @@ def batches(args: Arguments, groups: Groups) -> Batches:
     )
 
 
-def longest_sample(args: Arguments) -> tuple[int, bool]:
-    """Tokens of the longest sample that the flags allow, and whether its prompt is counted."""
+def longest_sample(args: Arguments) -> tuple[int, str]:
+    """Tokens of the longest sample that the flags allow, and in words what they count."""
     if args.rollout_max_context_len is not None:
-        return args.rollout_max_context_len, True
+        return args.rollout_max_context_len, "the longest sample"
+    if args.rollout_max_response_len is None:
+        return args.seq_length, "a sample of --seq-length (the flags bound no sample)"
     if args.rollout_max_prompt_len is not None:
-        return args.rollout_max_prompt_len + args.rollout_max_response_len, True
-    return args.rollout_max_response_len, False
+        return args.rollout_max_prompt_len + args.rollout_max_response_len, "the longest sample"
+    return args.rollout_max_response_len, "the longest response (prompts have no limit)"
 
 
 def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
@@ -65,7 +67,7 @@ def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
     With dynamic batches that is --max-tokens-per-gpu, or a longer sample alone; else --micro-batch-size samples.
     Context parallel slots share the tokens; padding goes up to a multiple of --data-pad-size-multiplier x TP.
     """
-    longest, bounded = longest_sample(args)
+    longest, basis = longest_sample(args)
     if args.use_dynamic_batch_size:
         cap = args.max_tokens_per_gpu * groups.context
         tokens, alone = max(cap, longest), longest > cap
@@ -73,4 +75,4 @@ def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
         tokens, alone = longest * args.micro_batch_size, False
     unit = args.data_pad_size_multiplier * groups.tensor
     padded = -(-tokens // unit) * unit
-    return MicroBatch(-(-padded // groups.context), longest, bounded, alone)
+    return MicroBatch(-(-padded // groups.context), longest, basis, alone)

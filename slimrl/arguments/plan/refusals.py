@@ -73,7 +73,7 @@ def _checkpoint_files(plan: Plan) -> Iterator[Problem]:
             + (f" and {len(files.missing) - 1} more files" if len(files.missing) > 1 else "")
             + " that are not there: copy the model again.",
         )
-    elif files.elements is not None and files.elements != plan.checkpoint_elements:
+    elif files.elements not in (None, plan.checkpoint_elements) and not plan.args.debug_rollout_only:
         yield Problem(
             "--hf-checkpoint",
             f"the model flags describe {plan.checkpoint_elements:,} weights and the files of --hf-checkpoint {folder}"

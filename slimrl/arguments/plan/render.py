@@ -180,10 +180,9 @@ def _micro_batches(plan: Plan) -> tuple[object, ...]:
 
 def _largest(plan: Plan) -> str:
     largest = plan.micro_batch
-    sample = "the longest sample" if largest.prompts_bounded else "the longest response (prompts have no limit)"
     alone = ", which goes alone" if largest.alone else ""
     return (
-        f"largest micro-batch: {largest.tokens_per_slot} tokens on a slot; {sample} has {largest.longest_sample}"
+        f"largest micro-batch: {largest.tokens_per_slot} tokens on a slot; {largest.basis} has {largest.longest_sample}"
         f" tokens{alone}"
     )
 
@@ -202,6 +201,8 @@ def _model(plan: Plan) -> Iterator[str]:
         held = f"{files.elements:,}" if files.elements is not None else "packed"
         rows.append(("in the checkpoint", held, f"{files.tensors} tensors, {files.files} files, {gib(files.bytes)}"))
     yield from table([(name, number.rjust(max(len(row[1]) for row in rows)), note) for name, number, note in rows])
+    if plan.args.debug_rollout_only:
+        return  # the servers read the folder, and nothing reads the model flags
     agrees = "" if files is None or files.elements != plan.checkpoint_elements else " and with the files' tensors"
     yield f"the model flags agree with config.json of {plan.args.hf_checkpoint}{agrees}"
 

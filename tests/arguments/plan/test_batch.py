@@ -41,4 +41,9 @@ def test_tokens_are_padded_to_the_multiple():
 
 def test_without_a_limit_on_prompts_the_response_alone_is_counted():
     _, largest = numbers(rollout_max_prompt_len=None)
-    assert (largest.longest_sample, largest.prompts_bounded) == (8192, False)
+    assert (largest.longest_sample, largest.basis) == (8192, "the longest response (prompts have no limit)")
+
+
+def test_where_no_flag_bounds_a_sample_the_sequence_length_is_counted():
+    _, largest = numbers(rollout_max_prompt_len=None, rollout_max_response_len=None, seq_length=2000)
+    assert (largest.longest_sample, largest.tokens_per_slot) == (2000, 2048)
