@@ -65,7 +65,7 @@ def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
     """The most tokens that one slot sees in one forward pass.
 
     With dynamic batches that is --max-tokens-per-gpu, or a longer sample alone; else --micro-batch-size samples.
-    Context parallel slots share the tokens; padding goes up to a multiple of --data-pad-size-multiplier x TP.
+    Context parallel slots share the tokens; a share is padded to a multiple of --data-pad-size-multiplier x TP.
     """
     longest, basis = longest_sample(args)
     if args.use_dynamic_batch_size:
@@ -73,6 +73,5 @@ def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
         tokens, alone = max(cap, longest), longest > cap
     else:
         tokens, alone = longest * args.micro_batch_size, False
-    unit = args.data_pad_size_multiplier * groups.tensor
-    padded = -(-tokens // unit) * unit
-    return MicroBatch(-(-padded // groups.context), longest, basis, alone)
+    share, unit = -(-tokens // groups.context), args.data_pad_size_multiplier * groups.tensor
+    return MicroBatch(-(-share // unit) * unit, longest, basis, alone)
