@@ -102,6 +102,8 @@ def _batch(args: Arguments) -> None:
         args.eps_clip_high = args.eps_clip
     if args.load_debug_rollout_data is not None:
         args.debug_train_only = True
+    if args.loss_type == "sft_loss":
+        args.compute_advantages_and_returns = False
 
 
 def _lengths(args: Arguments) -> None:

@@ -21,7 +21,9 @@ from slimrl.observability import dump
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
+from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.rewards import rewards_of
+from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.sglang.client import RouterClient
 
 
@@ -110,14 +112,16 @@ class RolloutManager:
         """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank."""
         started = time.perf_counter()
         if self._args.load_debug_rollout_data:
-            groups, extra = self._replay(rollout_id), {}
+            output = RolloutOutput(self._replay(rollout_id), {})
+        elif self._generator is None:
+            output = await rollout_without_engines(self._args, rollout_id, self._data_source, self._tokenizer)
         else:
             output = await self._generator.generate_rollout(rollout_id, self._data_source)
-            groups, extra = output.groups, output.metrics
+        groups = output.groups
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
         rewards = rewards_of(self._args, samples)
-        metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **extra}
+        metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **output.metrics}
         self._dump(rollout_id, samples, metrics)
         batch = batch_from_samples(samples, rewards.raw, rewards.normalized)
         shares = self._schedule(batch)

@@ -91,6 +91,12 @@ class ResponseColumns:
     advantages: Tensor
     loss_mask: Tensor
 
+    @classmethod
+    def without_policy(cls, loss_mask: Tensor) -> ResponseColumns:
+        """The columns of a loss that compares with no other policy; what it does not read is 0."""
+        none = torch.zeros_like(loss_mask)
+        return cls(none, none, none, None, none, loss_mask)
+
     def inputs(self, micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> PolicyLossInputs:
         """The columns of one micro-batch with the model's output."""
         chosen = {

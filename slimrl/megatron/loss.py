@@ -19,6 +19,7 @@ from slimrl.arguments import Arguments
 
 # Means over the step, weighted as the loss is; what a run does not use is not among its metrics.
 _ALWAYS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_mean")
+_SUPERVISED = ("loss", "entropy_loss")
 _WITH_TIS = ("tis", "tis_clipfrac", "tis_abs")
 _WITH_OPSM = ("opsm_clipfrac",)
 # Means over all trained tokens of the step.
@@ -37,6 +38,7 @@ class PolicyLossSettings:
     kl_loss_coef: float
     kl_loss_type: KLKind
     per_token: bool
+    supervised: bool = False  # the likelihood of the given tokens instead of a policy loss
     estimator: str = "grpo"  # gspo and cispo have a ratio and a loss of their own
     unbiased_kl: bool = False
     tis_bounds: tuple[float, float] | None = None  # None: no importance correction
@@ -53,6 +55,7 @@ class PolicyLossSettings:
             kl_loss_coef=args.kl_loss_coef if args.use_kl_loss else 0.0,
             kl_loss_type=args.kl_loss_type,
             per_token=args.calculate_per_token_loss,
+            supervised=args.loss_type == "sft_loss",
             estimator=args.advantage_estimator,
             unbiased_kl=args.use_unbiased_kl,
             tis_bounds=(args.tis_clip_low, args.tis_clip) if args.use_tis else None,
@@ -62,6 +65,8 @@ class PolicyLossSettings:
     @property
     def weighted_names(self) -> tuple[str, ...]:
         """The names of `PolicyLossSums.weighted`, in its order."""
+        if self.supervised:
+            return _SUPERVISED
         return (
             _ALWAYS
             + (_WITH_TIS if self.tis_bounds is not None else ())
@@ -103,6 +108,8 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
     """
     mask = inputs.loss_mask
     inputs = _without_masked_values(inputs)
+    if settings.supervised:
+        return _supervised_sums(inputs, settings)
     policy = _policy_loss(inputs, settings)
     corrected, corrections = _corrected(policy.loss, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
@@ -117,8 +124,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
         if settings.kl_loss_coef != 0.0:
             per_token = per_token + settings.kl_loss_coef * kl
     loss = masked_sum(per_token, weights)
-    trained_tokens = (mask != 0).sum()
-    count = trained_tokens if settings.per_token else trained_tokens.new_tensor(inputs.response_lengths.numel())
+    trained_tokens, count = _counts(inputs, settings)
 
     with torch.no_grad():
         values = (
@@ -139,6 +145,30 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
             weighted=torch.stack([masked_sum(value.double(), weights.double()) for value in values]),
             by_token=torch.stack([mismatch.double().sum(), trained_tokens.double()]),
             maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
+        )
+
+
+def _counts(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
+    """The trained tokens, and what the loss is divided by."""
+    trained_tokens = (inputs.loss_mask != 0).sum()
+    samples = trained_tokens.new_tensor(inputs.response_lengths.numel())
+    return trained_tokens, trained_tokens if settings.per_token else samples
+
+
+def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLossSums:
+    """The negative log-likelihood of the trained tokens, summed as the policy loss is."""
+    mask = inputs.loss_mask
+    weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
+    loss = masked_sum(-inputs.log_probs, weights)
+    trained_tokens, count = _counts(inputs, settings)
+    with torch.no_grad():
+        values = (-inputs.log_probs, inputs.entropy)
+        return PolicyLossSums(
+            loss=loss,
+            count=count.to(torch.int32),
+            weighted=torch.stack([masked_sum(value.double(), weights.double()) for value in values]),
+            by_token=torch.stack([torch.zeros_like(trained_tokens), trained_tokens]).double(),
+            maxima=torch.zeros(len(MAXIMUM_NAMES), dtype=torch.float64, device=mask.device),
         )
 
 

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSums
+from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSettings, PolicyLossSums
 from slimrl.megatron.parallel import ParallelState
 
 
 def reduce_step(
-    sums: Sequence[PolicyLossSums], weighted_names: Sequence[str], parallel: ParallelState
+    sums: Sequence[PolicyLossSums], settings: PolicyLossSettings, parallel: ParallelState
 ) -> dict[str, float]:
     """The step's metrics by name, equal on every rank; collective over all ranks.
 
-    `weighted_names` are those of `PolicyLossSums.weighted`. `sums` are this rank's micro-batches, of interest only on
-    the last pipeline stage. They are added in float64, so that the numbers printed do not depend on the cut of the
-    batch.
+    `sums` are this rank's micro-batches, made with `settings`, of interest only on the last pipeline stage. They are
+    added in float64, so that the numbers printed do not depend on the cut of the batch.
     """
+    weighted_names = settings.weighted_names
     count_of_totals = 1 + len(weighted_names) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
     values = torch.zeros(count_of_totals + len(MAXIMUM_NAMES), dtype=torch.float64, device=parallel.device)
     if parallel.is_last_stage:
@@ -35,6 +35,7 @@ def reduce_step(
     weighted, by_token = numbers[: len(weighted_names)], numbers[len(weighted_names) :]
     tokens = by_token.pop()
     metrics = {name: value / max(count, 1.0) for name, value in zip(weighted_names, weighted, strict=True)}
-    metrics |= {name: value / max(tokens, 1.0) for name, value in zip(TOKEN_NAMES, by_token, strict=True)}
-    metrics |= dict(zip(MAXIMUM_NAMES, maxima.tolist(), strict=True))
+    if not settings.supervised:  # what compares two policies means nothing there
+        metrics |= {name: value / max(tokens, 1.0) for name, value in zip(TOKEN_NAMES, by_token, strict=True)}
+        metrics |= dict(zip(MAXIMUM_NAMES, maxima.tolist(), strict=True))
     return metrics | {"tokens": tokens}

@@ -132,7 +132,7 @@ class MegatronTrainer:
         """
         steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
         everything = [micro_batch for step in steps for micro_batch in step]
-        passes = 2 if self._reference is None else 3
+        passes = 1 + self.args.compute_advantages_and_returns + (self._reference is not None)
         count = itertools.count(1)
 
         def advance() -> None:
@@ -167,6 +167,8 @@ class MegatronTrainer:
     ) -> ResponseColumns:
         """Everything the loss needs that does not change during the rollout's optimizer steps."""
         device, length = self.parallel.device, batch.loss_mask.numel()
+        if not self.args.compute_advantages_and_returns:
+            return ResponseColumns.without_policy(batch.loss_mask.to(device))
 
         def log_probs() -> Tensor:
             return compute_log_probs(
@@ -202,7 +204,7 @@ class MegatronTrainer:
         updated, gradient_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
-        metrics = reduce_step(sums, self._loss_settings.weighted_names, self.parallel)
+        metrics = reduce_step(sums, self._loss_settings, self.parallel)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not updated)}
 

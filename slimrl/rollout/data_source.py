@@ -26,7 +26,7 @@ def training_prompt_format(args: Arguments) -> PromptFormat:
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=args.rollout_max_prompt_len,
-        keep_messages=args.custom_generate_function_path is not None,
+        keep_messages=args.custom_generate_function_path is not None or args.has_own_rollout_function,
     )
 
 

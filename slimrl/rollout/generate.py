@@ -43,6 +43,7 @@ class RolloutGenerator:
 
     def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient) -> None:
         self._args = args
+        self._tokenizer = tokenizer
         self._client = client
         self._scorer = RewardScorer(args)
         self._maker = SampleMaker(args, tokenizer, client, self._scorer)
@@ -67,7 +68,13 @@ class RolloutGenerator:
             if self._function is None:
                 return await self.builtin_rollout(rollout_id, data_source)
             returned = await call_rollout_function(
-                self._function, self._args, rollout_id, data_source, evaluation=False, generator=self
+                self._function,
+                self._args,
+                rollout_id,
+                data_source,
+                evaluation=False,
+                tokenizer=self._tokenizer,
+                generator=self,
             )
         return rollout_output(returned, self._args.rollout_function_path)
 
@@ -77,7 +84,7 @@ class RolloutGenerator:
             if self._function is None:
                 return await self.builtin_evaluation(rollout_id)
             returned = await call_rollout_function(
-                self._function, self._args, rollout_id, None, evaluation=True, generator=self
+                self._function, self._args, rollout_id, None, evaluation=True, tokenizer=self._tokenizer, generator=self
             )
         return eval_results(returned, self._args.rollout_function_path)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import accepts_keyword
+from slimrl.hooks import RolloutFunction, accepts_keyword, resolve
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.output import RolloutOutput
@@ -69,13 +69,30 @@ async def call_rollout_function(
     data_source: RolloutDataSource | None,
     *,
     evaluation: bool,
-    generator: Generator,
+    tokenizer: Any,
+    generator: Generator | None,
 ) -> Any:
-    """Calls a rollout function in a thread, with `generator` where it takes that, and returns what it returns."""
+    """Calls a rollout function in a thread and returns what it returns.
+
+    It is given `generator` (None where there are no engines) and `tokenizer` where it takes them.
+    """
     told: dict[str, Any] = {"evaluation": evaluation}
     if accepts_keyword(function, "generator"):
-        told["generator"] = BlockingGenerator(generator, asyncio.get_running_loop())
+        told["generator"] = None if generator is None else BlockingGenerator(generator, asyncio.get_running_loop())
+    if accepts_keyword(function, "tokenizer"):
+        told["tokenizer"] = tokenizer
     return await asyncio.to_thread(function, args, rollout_id, data_source, **told)
+
+
+async def rollout_without_engines(
+    args: Arguments, rollout_id: int, data_source: RolloutDataSource, tokenizer: Any
+) -> RolloutOutput:
+    """One rollout by a `--rollout-function-path` that asks no engine (`--debug-train-only`)."""
+    function = resolve(args.rollout_function_path, RolloutFunction)
+    returned = await call_rollout_function(
+        function, args, rollout_id, data_source, evaluation=False, tokenizer=tokenizer, generator=None
+    )
+    return rollout_output(returned, args.rollout_function_path)
 
 
 def rollout_output(returned: Any, path: str) -> RolloutOutput:

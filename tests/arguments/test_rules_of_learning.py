@@ -54,6 +54,17 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ("--opsm-delta 1e-3", "--opsm-delta belongs to --use-opsm: add it, or leave --opsm-delta out."),
         ],
     ),
+    "supervised_training_is_consistent": (
+        [],
+        [
+            (
+                "--disable-compute-advantages-and-returns",
+                "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: leave it"
+                " out.",
+            ),
+            ("--loss-type sft_loss", "--use-kl-loss is no part of --loss-type sft_loss: leave it out."),
+        ],
+    ),
     "precision_is_single": (
         ["--bf16", "--fp16"],
         [("--bf16 --fp16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")],

@@ -33,11 +33,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--profile-target train_actor train_log_probs is not served: no profiler is wired in yet; profile a"
                 " worker from outside, for example with py-spy.",
             ),
-            (
-                "--disable-compute-advantages-and-returns",
-                "--disable-compute-advantages-and-returns is not served: the policy loss needs advantages; leave it"
-                " out.",
-            ),
         ],
     ),
     "data_files_exist": (
@@ -170,7 +165,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--debug-train-only",
-                "--debug-train-only needs rollouts to train on: give --load-debug-rollout-data.",
+                "--debug-train-only needs rollouts to train on: give --load-debug-rollout-data, or a"
+                " --rollout-function-path that needs no engines.",
             )
         ],
     ),

@@ -96,7 +96,6 @@ RECIPES: dict[str, Recipe] = {
  --lr-warmup-fraction 0.1 --adam-beta1 0.9 --adam-beta2 0.95 {MISC} --actor-num-nodes 1
  --actor-num-gpus-per-node 8""",
         entry="train_async.py",
-        refused=("--rollout-function-path", "--loss-type", "--disable-compute-advantages-and-returns"),
     ),
     "qwen2.5-0.5B, reproducible": Recipe(
         "qwen2.5-0.5B",

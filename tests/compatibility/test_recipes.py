@@ -60,6 +60,4 @@ def test_without_the_refused_flags_nothing_else_is_wrong(recipe: Recipe, tmp_pat
         if not dropping:
             kept.append(word)
     _, problems = read_args(kept, entry=recipe.entry, passthrough=TABLES)
-    # a supervised run without its supervised flags is no recipe any more
-    if "sft_loss" not in recipe.flags:
-        assert problems == []
+    assert problems == []

@@ -26,7 +26,8 @@ class AlgorithmArguments:
         "policy_loss",
         "what is minimised",
         choices=("policy_loss", "sft_loss", "custom_loss"),
-        not_served="use policy_loss",
+        not_served="use policy_loss or sft_loss",
+        served=("sft_loss",),
     )
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss (dotted import path)", not_served="use --loss-type policy_loss"
@@ -43,10 +44,9 @@ class AlgorithmArguments:
     )
     compute_advantages_and_returns: bool = flag(
         True,
-        "no advantages: for losses that need none",
+        "no advantages, old or reference log-probabilities: for --loss-type sft_loss, which needs none",
         only_off=True,
         off=("--disable-compute-advantages-and-returns",),
-        not_served="the policy loss needs advantages; leave it out",
     )
     gamma: float = flag(1.0, "discount of later rewards in the returns of reinforce_plus_plus", at_least=0, at_most=1)
     lambd: float = flag(1.0, "lambda of generalised advantage estimation", not_served=_RETURNS)

@@ -15,7 +15,9 @@ class DebugArguments:
     load_debug_rollout_data: str | None = flag(
         None, "train on rollouts written before (path with {rollout_id} in it); implies --debug-train-only"
     )
-    debug_train_only: bool = flag(False, "no engines: train on --load-debug-rollout-data")
+    debug_train_only: bool = flag(
+        False, "no engines: train on --load-debug-rollout-data, or on what --rollout-function-path makes"
+    )
     debug_rollout_only: bool = flag(False, "no training: only generate and judge")
     dry_run: bool = flag(False, "check everything, print what would be started and how much memory it needs, and exit")
     slot_memory_gib: float | None = flag(

@@ -110,9 +110,8 @@ class RolloutArguments:
     )
     loss_mask_type: str = flag(
         "qwen",
-        "how a conversation's trained tokens are found in supervised training",
+        "family of the chat template, by which supervised training finds what the assistant says",
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-        not_served="it belongs to --loss-type sft_loss; use --loss-type policy_loss",
     )
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
@@ -120,3 +119,8 @@ class RolloutArguments:
         nargs="+",
         not_served="slimrl starts its own servers; give --rollout-num-gpus",
     )
+
+    @property
+    def has_own_rollout_function(self) -> bool:
+        """True where --rollout-function-path is not the built-in rollout."""
+        return self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION

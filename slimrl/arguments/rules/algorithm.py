@@ -29,6 +29,8 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
     """With one response per prompt, every group-normalised reward is zero."""
     if args.custom_reward_post_process_path is not None or "n_samples_per_prompt" in context.broken:
         return
+    if args.loss_type == "sft_loss":
+        return
     by_group = args.advantage_estimator != "reinforce_plus_plus" and args.rewards_normalization
     if by_group and args.n_samples_per_prompt == 1:
         yield Problem(
@@ -146,3 +148,26 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
     ):
         if name in context.given and not on:
             yield Problem(flag, f"{flag} belongs to {switch}: add it, or leave {flag} out.")
+
+
+def supervised_training_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Likelihood of given answers: no advantages, no KL, no corrections."""
+    if args.loss_type != "sft_loss":
+        if "compute_advantages_and_returns" in context.given:
+            yield Problem(
+                "--disable-compute-advantages-and-returns",
+                f"--disable-compute-advantages-and-returns leaves --loss-type {args.loss_type} without advantages:"
+                " leave it out.",
+            )
+        return
+    for flag, given in (
+        ("--use-kl-loss", args.use_kl_loss),
+        ("--kl-coef", args.kl_coef != 0),
+        ("--entropy-coef", args.entropy_coef != 0),
+        ("--use-tis", args.use_tis),
+        ("--use-opsm", args.use_opsm),
+        ("--use-rollout-logprobs", args.use_rollout_logprobs),
+        ("--normalize-advantages", args.normalize_advantages),
+    ):
+        if given:
+            yield Problem(flag, f"{flag} is no part of --loss-type sft_loss: leave it out.")

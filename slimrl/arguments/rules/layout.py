@@ -65,20 +65,16 @@ def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Itera
             )
 
 
-def slots_fit_the_node(args: Arguments, context: Context) -> Iterator[Problem]:
-    """No side asks for more slots on a node than the node has."""
-    if {"num_gpus_per_node", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"} & context.broken:
+def training_slots_fit_the_node(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training asks for no more slots on a node than the node has."""
+    value = args.actor_num_gpus_per_node
+    if {"num_gpus_per_node", "actor_num_gpus_per_node"} & context.broken or value <= args.num_gpus_per_node:
         return
-    for flag, value in (
-        ("--actor-num-gpus-per-node", args.actor_num_gpus_per_node),
-        ("--rollout-num-gpus-per-engine", args.rollout_num_gpus_per_engine),
-    ):
-        if value > args.num_gpus_per_node:
-            yield Problem(
-                flag,
-                f"{flag} {value} is more than the --num-gpus-per-node {args.num_gpus_per_node} of a node:"
-                " lower it, or say how many slots a node has.",
-            )
+    yield Problem(
+        "--actor-num-gpus-per-node",
+        f"--actor-num-gpus-per-node {value} is more than the --num-gpus-per-node {args.num_gpus_per_node} of a node:"
+        " lower it, or say how many slots a node has.",
+    )
 
 
 def rollout_has_slots(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -95,20 +91,6 @@ def rollout_has_slots(args: Arguments, context: Context) -> Iterator[Problem]:
             "--rollout-num-gpus",
             f"--rollout-num-gpus {args.rollout_num_gpus} differs from the {_training_slots(args)} training slots that"
             " --colocate shares: leave it out, or leave --colocate out.",
-        )
-
-
-def engines_fill_their_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Rollout slots = engines x slots per engine."""
-    slots, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if slots is None or args.debug_train_only or "rollout_num_gpus_per_engine" in context.broken:
-        return
-    if slots % per_engine:
-        cause = " (the training slots, by --colocate)" if "rollout_num_gpus" not in context.given else ""
-        yield Problem(
-            "--rollout-num-gpus-per-engine",
-            f"--rollout-num-gpus {slots}{cause} does not divide by --rollout-num-gpus-per-engine {per_engine}:"
-            " choose a divisor.",
         )
 
 
@@ -135,7 +117,9 @@ def only_one_side_is_left_out(args: Arguments, context: Context) -> Iterator[Pro
         yield Problem(
             "--debug-train-only", f"--debug-train-only{why} and --debug-rollout-only leave nothing to run: give one."
         )
-    if args.debug_train_only and args.load_debug_rollout_data is None:
+    if args.debug_train_only and args.load_debug_rollout_data is None and not args.has_own_rollout_function:
         yield Problem(
-            "--debug-train-only", "--debug-train-only needs rollouts to train on: give --load-debug-rollout-data."
+            "--debug-train-only",
+            "--debug-train-only needs rollouts to train on: give --load-debug-rollout-data, or a"
+            " --rollout-function-path that needs no engines.",
         )

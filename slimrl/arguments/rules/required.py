@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
@@ -24,7 +24,8 @@ def model_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem
 
 def training_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem]:
     """What every run needs besides the model."""
-    for name in _missing(args, context, _TRAINING):
+    names = [name for name in _TRAINING if name != "rollout_max_response_len" or not args.debug_train_only]
+    for name in _missing(args, context, names):
         yield Problem(name, f"{name} is missing: every run needs it.")
 
 
@@ -34,6 +35,6 @@ def run_has_a_length(args: Arguments, context: Context) -> Iterator[Problem]:
         yield Problem("--num-rollout", "the run has no length: give --num-rollout or --num-epoch.")
 
 
-def _missing(args: Arguments, context: Context, names: tuple[str, ...]) -> list[str]:
+def _missing(args: Arguments, context: Context, names: Sequence[str]) -> list[str]:
     values = vars(args)
     return ["--" + name.replace("_", "-") for name in names if values[name] is None and name not in context.broken]

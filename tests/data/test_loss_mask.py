@@ -1,0 +1,43 @@
+"""Which tokens of a conversation are trained on, on a tokeniser of one token per character."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.data.loss_mask import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
+
+TEXT = (
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+    "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\nso long<|im_end|>\n"
+)
+OFFSETS = [(place, place + 1) for place in range(len(TEXT))]
+
+
+def trained_text(trained: list[bool]) -> str:
+    mask = conversation_mask(OFFSETS, assistant_spans(TEXT, TURN_MARKS["qwen"]), trained)
+    return "".join(letter for letter, chosen in zip(TEXT, mask, strict=True) if chosen)
+
+
+def test_the_assistants_words_and_the_end_of_its_turns_are_trained_on():
+    assert trained_text([True, True]) == "hello<|im_end|>so long<|im_end|>"
+
+
+def test_a_turn_may_be_left_out():
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello", "step_loss_mask": 0},
+        {"role": "assistant", "content": "so long"},
+    ]
+    assert trained_turns(messages) == [False, True]
+    assert trained_text([False, True]) == "so long<|im_end|>"
+
+
+def test_a_last_turn_without_an_end_reaches_to_the_end_of_the_text():
+    marks = TURN_MARKS["distill_qwen"]
+    text = "<｜User｜>hi<｜Assistant｜>hello"
+    assert [text[start:end] for start, end in assistant_spans(text, marks)] == ["hello"]
+
+
+def test_a_template_of_another_family_is_refused():
+    with pytest.raises(ValueError, match="wrote 0 turns of the assistant and the conversation has 2: choose"):
+        conversation_mask(OFFSETS, assistant_spans(TEXT, TURN_MARKS["distill_qwen"]), [True, True])

@@ -1,0 +1,72 @@
+"""Supervised training: the conversations of the data are the samples, and no engine is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.end_to_end import harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+FLAGS = {
+    "rollout_function_path": "slime.rollout.sft_rollout.generate_rollout",
+    "loss_type": "sft_loss",
+    "disable_compute_advantages_and_returns": True,
+    "calculate_per_token_loss": True,
+    "debug_train_only": True,
+    "input_key": "messages",
+    "n_samples_per_prompt": 1,
+    "num_rollout": 20,
+    "actor_num_gpus_per_node": 2,
+    "rollout_shuffle": False,
+} | dict.fromkeys(
+    ("rm_type", "label_key", "apply_chat_template", "use_kl_loss", "kl_loss_coef", "kl_loss_type")
+    + ("rollout_max_response_len", "sglang_enable_deterministic_inference", "sglang_disable_radix_cache")
+)
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"say {number}"},
+        {"role": "assistant", "content": f"{number}" * 3},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": f"{number}"},
+    ]
+
+
+def negative_log_likelihood(folder, conversations) -> float:
+    """Mean over the assistant's tokens, from transformers; the tokens are found by rendering turn after turn."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = []
+    for messages in conversations:
+        ids, trained = [], []
+        for message in messages:
+            text = f"<|im_start|>{message['role']}\n"
+            words = f"{message['content']}<|im_end|>"
+            for piece, chosen in ((text, False), (words, message["role"] == "assistant"), ("\n", False)):
+                piece_ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
+                ids += piece_ids
+                trained += [chosen] * len(piece_ids)
+        with torch.no_grad():
+            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        losses += [-log_probs[place - 1, ids[place]].item() for place in range(1, len(ids)) if trained[place]]
+    return sum(losses) / len(losses)
+
+
+def test_supervised_training_starts_at_transformers_loss_and_learns_without_engines(tiny, tmp_path):
+    conversations = [conversation(number % 10) for number in range(8)]
+    data = tmp_path / "conversations.jsonl"
+    data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    started = harness.start("train_async.py", tiny.flags(prompt_data=data, **FLAGS), tmp_path, "sft", tiny.home)
+    done = started.finish(200)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    losses = done.steps("loss")
+    assert losses[0] == pytest.approx(negative_log_likelihood(tiny.model, conversations), rel=1e-5)
+    assert losses[-1] < losses[0] / 2
+    assert "sglang" not in done.output.lower().replace(str(tmp_path).lower(), "")
