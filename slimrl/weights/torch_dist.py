@@ -8,10 +8,12 @@ one, and a layer's experts stacked along the next; all of these are found by a s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -87,6 +89,7 @@ class TorchDistCheckpoint:
             if isinstance(entry, TensorStorageMetadata) and key.startswith(_MODEL_PREFIXES)
         }
         self._blocks: dict[tuple[str, torch.Size], _Block] = {}
+        self._chunks_by_place: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -118,10 +121,25 @@ class TorchDistCheckpoint:
         target = torch.empty(shape, dtype=entry.properties.dtype)
         begin = (*stored.place, first, *(0 for _ in shape[1:])) if shape else stored.place
         wanted = target[(None,) * len(stored.place)]
-        filled = sum(self._read_block(stored.key, chunk, wanted, begin) for chunk in entry.chunks)
+        chunks = self._chunks(stored)
+        filled = sum(self._read_block(stored.key, chunk, wanted, begin) for chunk in chunks)
         if filled != target.numel():
             raise ValueError(f"{self.folder}: {stored.key} is stored in part only: the checkpoint is damaged")
         return target
+
+    def _chunks(self, stored: StoredTensor) -> list[ChunkStorageMetadata]:
+        """The blocks at a tensor's place; found by an index, as a key may hold those of thousands of tensors."""
+        depth = len(stored.place)
+        with self._lock:
+            by_place = self._chunks_by_place.get((stored.key, depth))
+            if by_place is None:
+                by_place = defaultdict(list)
+                for chunk in self._tensors[stored.key].chunks:
+                    spans = zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+                    for place in itertools.product(*(range(begin, begin + length) for begin, length in spans)):
+                        by_place[place].append(chunk)
+                self._chunks_by_place[stored.key, depth] = by_place
+        return by_place.get(stored.place, [])
 
     def _read_block(self, key: str, chunk: ChunkStorageMetadata, wanted: Tensor, begin: tuple[int, ...]) -> int:
         """Fills what `chunk` has of `wanted`, which starts at `begin` of the whole; returns the elements filled."""
@@ -173,9 +191,12 @@ class TorchDistCheckpoint:
             )
         with path.open("rb") as file:
             # on the meta device only the archive's directory is read, and says where the values are
-            empty = torch.load(
-                _create_file_view(file, info.offset, info.length), map_location="meta", weights_only=True
-            )
+            archive = _create_file_view(file, info.offset, info.length)
+            try:
+                empty = torch.load(archive, map_location="meta", weights_only=True)
+            except RuntimeError as error:  # torch's reader of archives has no error of its own
+                reason = str(error).splitlines()[0].partition(". ")[0]
+                raise ValueError(f"{path}: {key} cannot be read ({reason}): the checkpoint is damaged") from error
         if empty.shape != chunk.sizes or not empty.is_contiguous():
             raise ValueError(
                 f"{path}: a block of {key} has shape {list(empty.shape)} and the metadata says {list(chunk.sizes)}:"

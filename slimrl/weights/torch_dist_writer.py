@@ -137,7 +137,7 @@ class _Planner(SavePlanner):
         self._objects = blueprint.objects if rank == 0 else {}
         self._read = read
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """The blueprint says everything; there is no state dict."""
 
     def create_local_plan(self) -> SavePlan:

@@ -1,0 +1,61 @@
+"""What the tests of the converter to torch_dist run in a process of its own: its save, and megatron-core's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model's flags, its Hugging Face folder, and where the two checkpoints of it shall be."""
+
+    flags: tuple[str, ...]
+    hf: Path
+    by_megatron: Path
+    by_converter: Path
+
+
+def save_both(rank: int, world_size: int, init_method: str, models: list[Model]) -> None:
+    """Saves each model twice: loaded and saved by megatron-core, and without the model by the converter."""
+    from slimrl.arguments import read_args
+    from slimrl.megatron import checkpoint, parallel
+    from slimrl.megatron.blueprint import model_blueprint
+    from slimrl.megatron.model import build_model
+    from slimrl.weights.families import family_for
+    from slimrl.weights.hf_files import read_hf_config
+    from slimrl.weights.hf_to_torch_dist import hf_to_torch_dist
+    from slimrl.weights.load import load_hf_checkpoint
+    from slimrl.weights.shape import ModelShape
+
+    for model in models:
+        args, problems = read_args(model.flags, entry="convert_hf_to_torch_dist.py")
+        assert not problems, problems
+        family, shape = family_for(read_hf_config(model.hf)), ModelShape.from_args(args)
+        state = parallel.initialize(args, rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+        try:
+            built = build_model(args, state)
+            load_hf_checkpoint(built, shape, family, model.hf)
+            checkpoint.save_model_only(built, model.by_megatron)
+        finally:
+            parallel.shutdown()
+        hf_to_torch_dist(
+            model.hf, model.by_converter, shape, family, functools.partial(model_blueprint, args), max_file_bytes=20000
+        )
+
+
+def read_everything(folder: Path) -> dict[str, Any]:
+    """Every entry of a checkpoint by key, read by torch's own loader: tensors whole, objects unpickled."""
+    import torch
+    import torch.distributed.checkpoint as torch_checkpoint
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = torch_checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in entries.items()
+    }
+    torch_checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    return state

@@ -1,0 +1,86 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from slimrl.weights import new_folder
+from slimrl.weights.new_folder import NewFolder, check_apart
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_nothing_is_at_the_final_place_until_the_end(tmp_path):
+    with NewFolder(tmp_path / "out") as folder:
+        (folder.partial / "a").write_text("1")
+        assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out" / "a").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_or_ctrl_c_leaves_nothing(tmp_path, error):
+    with pytest.raises(error), NewFolder(tmp_path / "out") as folder:
+        (folder.partial / "a").write_text("1")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_filled_and_a_full_one_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    with NewFolder(tmp_path / "out") as folder:
+        (folder.partial / "a").write_text("1")
+    with pytest.raises(FileExistsError, match="out exists already and is not empty"):
+        NewFolder(tmp_path / "out")
+    with NewFolder(tmp_path / "out", replace=True) as folder:
+        (folder.partial / "b").write_text("2")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_in_the_way_is_refused_even_with_replace(tmp_path):
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        NewFolder(tmp_path / "out", replace=True)
+
+
+def test_what_came_into_the_folder_meanwhile_is_not_overwritten(tmp_path):
+    with pytest.raises(FileExistsError, match="not empty"), NewFolder(tmp_path / "out"):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("kept")
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    left = new_folder.partial_path(tmp_path / "out")
+    left.mkdir()
+    (left / "half").write_text("1")
+    with NewFolder(tmp_path / "out") as folder:
+        assert list(folder.partial.iterdir()) == []
+
+
+def test_a_second_run_on_the_same_folder_is_refused_while_the_first_goes_on(tmp_path):
+    with NewFolder(tmp_path / "out") as first:
+        (first.partial / "a").write_text("1")
+        with pytest.raises(FileExistsError, match="being written by another process"):
+            NewFolder(tmp_path / "out").open()
+    assert (tmp_path / "out" / "a").read_text() == "1"
+
+
+def test_a_disk_too_full_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * 1024**3 // 2))
+    with pytest.raises(ValueError, match=r"needs 2\.00 GiB and its disk has 1\.50 GiB free"):
+        NewFolder(tmp_path / "deep" / "out", needed_bytes=2 * 1024**3)
+    NewFolder(tmp_path / "deep" / "out", needed_bytes=1024**3)
+
+
+def test_an_output_that_holds_the_input_is_refused(tmp_path):
+    (tmp_path / "run" / "in").mkdir(parents=True)
+    for output in (tmp_path / "run", tmp_path / "run" / "in", tmp_path / "run" / "x" / ".." / "in"):
+        with pytest.raises(ValueError, match="which would be lost"):
+            check_apart(output, "--save", tmp_path / "run" / "in", "--hf-checkpoint")
+    check_apart(tmp_path / "run" / "in" / "out", "--save", tmp_path / "run" / "in", "--hf-checkpoint")
