@@ -115,17 +115,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "engines_fill_their_slots": (
-        ["--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 1"],
-        [
-            (
-                "--rollout-num-gpus-per-engine 3",
-                "--rollout-num-gpus 8 (the training slots, by --colocate) does not divide by"
-                " --rollout-num-gpus-per-engine 3: choose a divisor.",
-            )
-        ],
-    ),
-    "slots_fit_the_node": (
+    "training_slots_fit_the_node": (
         ["--num-gpus-per-node 16"],
         [
             (

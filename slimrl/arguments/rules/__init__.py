@@ -55,6 +55,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     layout.rollout_has_slots,
     layout.training_slots_fit_the_node,
     engines.engines_fill_their_slots,
+    engines.engine_sizes_are_counts,
     engines.engines_fill_whole_nodes,
     engines.engine_stages_divide,
     engines.engine_stages_can_be_updated,

@@ -1,0 +1,210 @@
+"""Rules about engines: what SGLang can divide, over which slots and nodes, and what it cannot take.
+
+Each rule lets the recipe and its neighbours pass, and says what is wrong in one sentence.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import PassthroughFlag, read_args
+from slimrl.arguments.rules import TRAINING_RULES
+from slimrl.arguments.rules.engines import tokens
+from slimrl.sglang.flags import server_flags
+
+OPTIONS = {
+    "pp-size": PassthroughFlag("pp_size", type=int),
+    "dp-size": PassthroughFlag("dp_size", type=int),
+    "ep-size": PassthroughFlag("ep_size", type=int),
+    "enable-dp-attention": PassthroughFlag("enable_dp_attention", action="store_true"),
+    "allow-auto-truncate": PassthroughFlag("allow_auto_truncate", action="store_true"),
+    "context-length": PassthroughFlag("context_length", type=str),
+    "tp-size": PassthroughFlag("tp_size", type=int, managed_by="--rollout-num-gpus-per-engine"),
+}
+TABLES = {"sglang": lambda: OPTIONS}
+FOUR_NODES = "--actor-num-nodes 4 --rollout-num-gpus-per-engine"  # of 8 slots each, colocated
+
+# rule -> (what passes when appended to the recipe, what does not and the sentence for it)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "engines_fill_their_slots": (
+        ["--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 1"],
+        [
+            (
+                "--rollout-num-gpus-per-engine 3",
+                "--rollout-num-gpus 8 (the training slots, by --colocate) does not divide by"
+                " --rollout-num-gpus-per-engine 3: choose a divisor.",
+            )
+        ],
+    ),
+    "engine_sizes_are_counts": (
+        ["--sglang-pp-size 1 --sglang-dp-size 1 --sglang-ep-size 1"],
+        [
+            (
+                "--sglang-ep-size 0",
+                "--sglang-ep-size 0 is no number of parts: give at least 1, or leave it out.",
+            )
+        ],
+    ),
+    "engines_fill_whole_nodes": (
+        [f"{FOUR_NODES} 16", f"{FOUR_NODES} 32"],
+        [
+            (
+                "--actor-num-nodes 3 --rollout-num-gpus-per-engine 12 --rollout-batch-size 48",
+                "--rollout-num-gpus-per-engine 12 is more than a node has and no multiple of --num-gpus-per-node 8: an"
+                " engine over several nodes fills them; choose a multiple, or say how many slots a node has.",
+            ),
+        ],
+    ),
+    "engine_stages_divide": (
+        [
+            "--rollout-num-gpus-per-engine 4 --sglang-pp-size 2",
+            f"{FOUR_NODES} 32 --sglang-pp-size 2",
+            f"{FOUR_NODES} 16 --sglang-pp-size 4",
+        ],
+        [
+            (
+                "--rollout-num-gpus-per-engine 4 --sglang-pp-size 3",
+                "--rollout-num-gpus-per-engine 4 does not divide by --sglang-pp-size 3: choose a divisor.",
+            ),
+            (
+                "--actor-num-nodes 3 --rollout-num-gpus-per-engine 24 --sglang-pp-size 2 --rollout-batch-size 48",
+                "--sglang-pp-size 2 does not fit the 3 nodes of an engine (--rollout-num-gpus-per-engine 24 /"
+                " --num-gpus-per-node 8): choose a divisor or a multiple of 3.",
+            ),
+        ],
+    ),
+    "engine_stages_can_be_updated": (
+        ["--sglang-pp-size 2", "--sglang-pp-size 2 --debug-rollout-only"],
+        [
+            (
+                "--sglang-pp-size 2 --update-weight-transport disk --update-weight-disk-dir {dir}/weights",
+                "--sglang-pp-size 2 cannot be brought new weights by --update-weight-transport disk: SGLang's pipeline"
+                " stages take them from trainers on their own slots only; give --colocate without"
+                " --update-weight-transport disk, or divide engines by tensor and expert parallelism alone.",
+            ),
+        ],
+    ),
+    "engine_layout_can_be_checked": (
+        ["--check-weight-update-equal", "--sglang-ep-size 2"],
+        [
+            (
+                "--check-weight-update-equal --sglang-ep-size 2",
+                "--check-weight-update-equal compares engines that are tensor parallel alone, and --sglang-ep-size is"
+                " 2: leave one of them out.",
+            )
+        ],
+    ),
+    "engine_attention_copies_divide": (
+        [
+            "--rollout-num-gpus-per-engine 8 --sglang-enable-dp-attention --sglang-dp-size 8",
+            f"{FOUR_NODES} 32 --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-ep-size 32",
+            "--sglang-dp-size 1",
+        ],
+        [
+            (
+                "--rollout-num-gpus-per-engine 8 --sglang-dp-size 4",
+                "--sglang-dp-size 4 needs --sglang-enable-dp-attention: add it; whole copies of the model are engines"
+                " of their own here, by a smaller --rollout-num-gpus-per-engine.",
+            ),
+            (
+                "--rollout-num-gpus-per-engine 8 --sglang-pp-size 2 --sglang-enable-dp-attention --sglang-dp-size 8",
+                "--sglang-dp-size 8 does not divide the tensor parallel size of an engine"
+                " (--rollout-num-gpus-per-engine 8 / --sglang-pp-size 2 = 4): choose a divisor.",
+            ),
+        ],
+    ),
+    "engine_experts_divide": (
+        ["--rollout-num-gpus-per-engine 8 --sglang-ep-size 8", f"{FOUR_NODES} 16 --sglang-ep-size 4"],
+        [
+            (
+                "--rollout-num-gpus-per-engine 8 --sglang-ep-size 3",
+                "--sglang-ep-size 3 does not divide the tensor parallel size of an engine"
+                " (--rollout-num-gpus-per-engine 8): choose a divisor.",
+            )
+        ],
+    ),
+    "engine_context_holds_a_sample": (
+        [  # responses of 8192 tokens, and of 16384 in the evaluation
+            "--sglang-context-length 32k",
+            "--sglang-context-length 16385",
+            "--sglang-context-length 9Ki --rollout-max-prompt-len 1024 --eval-max-response-len 8192",
+            "--sglang-context-length 8192 --rollout-max-context-len 8192",
+            "--sglang-context-length 4096 --sglang-allow-auto-truncate",
+        ],
+        [
+            (
+                "--sglang-context-length 16k",
+                "--sglang-context-length 16k is less than the longest sample, at least one token of prompt + evaluation"
+                " set aime: max-response-len 16384 = 16385: give at least 16385.",
+            ),
+            (
+                "--sglang-context-length 9k --rollout-max-prompt-len 1024 --eval-max-response-len 8192",
+                "--sglang-context-length 9k is less than the longest sample, --rollout-max-prompt-len 1024 +"
+                " --rollout-max-response-len 8192 = 9216: give at least 9216.",
+            ),
+            (
+                "--sglang-context-length 8000 --rollout-max-context-len 8192 --eval-max-context-len 4096",
+                "--sglang-context-length 8000 is less than the longest sample, --rollout-max-context-len 8192: give at"
+                " least 8192.",
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
+def test_what_keeps_a_rule_passes(recipe, rule, more):
+    _, problems = read_args(recipe.line(more), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
+    _, problems = read_args(recipe.line(more), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == [sentence]
+
+
+def test_every_rule_of_engines_is_tested():
+    rules = {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".engines")}
+    assert rules == set(CASES)
+
+
+def test_engines_over_nodes_begin_at_a_node(recipe):
+    split = "--actor-num-nodes 1 --actor-num-gpus-per-node {} --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16"
+    _, problems = read_args(recipe.line("--rollout-num-gpus-per-engine 16", placement=split.format(8)))
+    assert problems == []
+    _, problems = read_args(recipe.line("--rollout-num-gpus-per-engine 16", placement=split.format(4)))
+    assert [str(problem) for problem in problems] == [
+        "--rollout-num-gpus-per-engine 16 takes whole nodes of --num-gpus-per-node 8, and the 4 training slots before"
+        " the engines leave 4 of a node over: let training fill its nodes, or choose smaller engines."
+    ]
+
+
+def test_stages_on_slots_of_their_own_cannot_be_updated(recipe):
+    split = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
+    _, problems = read_args(recipe.line("--sglang-pp-size 2", placement=split), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == [
+        "--sglang-pp-size 2 cannot be brought new weights by a broadcast: SGLang's pipeline stages take them from"
+        " trainers on their own slots only; give --colocate without --update-weight-transport disk, or divide engines"
+        " by tensor and expert parallelism alone."
+    ]
+
+
+def test_what_slimrl_sets_itself_is_refused(recipe):
+    _, problems = read_args(recipe.line("--sglang-tp-size 2"), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == [
+        "--sglang-tp-size is set by slimrl itself (--rollout-num-gpus-per-engine): leave it out."
+    ]
+
+
+def test_the_names_are_the_engines_own():
+    flags = server_flags()
+    for name, flag in OPTIONS.items():
+        real = flags[name]
+        assert (real.dest, real.action, real.managed_by) == (flag.dest, flag.action, flag.managed_by)
+
+
+def test_counts_are_read_as_the_engine_reads_them():
+    assert [tokens(given) for given in (4096, "4096", "25.6k", "2Ki", "1M")] == [4096, 4096, 25600, 2048, 1_000_000]
