@@ -199,7 +199,11 @@ def _model(plan: Plan) -> Iterator[str]:
         rows.append(("in the checkpoint", "-", f"{plan.args.hf_checkpoint} holds no safetensors files"))
     else:
         held = f"{files.elements:,}" if files.elements is not None else "packed"
-        rows.append(("in the checkpoint", held, f"{files.tensors} tensors, {files.files} files, {gib(files.bytes)}"))
+        note = f"{files.tensors} tensors, {files.files} files, {gib(files.bytes)}"
+        biases = plan.checkpoint_elements - plan.total_parameters
+        if biases:
+            note += f"; {biases:,} of the numbers are the routers' biases"
+        rows.append(("in the checkpoint", held, note))
     yield from table([(name, number.rjust(max(len(row[1]) for row in rows)), note) for name, number, note in rows])
     if plan.args.debug_rollout_only:
         return  # the servers read the folder, and nothing reads the model flags
