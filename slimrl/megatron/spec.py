@@ -26,8 +26,14 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The specification of this rank's transformer block, or of one of its virtual pipeline stages.
 
-    Raises ValueError for a normalisation other than RMSNorm where Transformer Engine is absent.
+    Raises ValueError for a normalisation other than RMSNorm where Transformer Engine is absent, and for experts in a
+    form that no table of weights describes.
     """
+    if config.moe_grouped_gemm and config.moe_use_legacy_grouped_gemm:
+        raise ValueError(
+            "--moe-use-legacy-grouped-gemm joins all experts of a slot in one matrix, which no table describes:"
+            " leave it out, --moe-grouped-gemm alone uses Transformer Engine's kernels"
+        )
     fused = config.transformer_impl == "transformer_engine"
     if not fused and config.normalization != "RMSNorm":
         raise ValueError(
@@ -72,7 +78,7 @@ def _engine_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
         moe_grouped_gemm=config.moe_grouped_gemm and moe,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
-        moe_use_legacy_grouped_gemm=config.moe_use_legacy_grouped_gemm,
+        use_te_activation_func=config.use_te_activation_func,
     )
 
 

@@ -41,10 +41,7 @@ LAYOUTS = (
 
 def flags(toy: Toy, layout: Layout, *others: str) -> Arguments:
     """The toy's flags in that layout, with `others`; an odd number of layers is divided 1 to the rest."""
-    more, own = [*layout.flags, *others], list(toy.flags)
-    if "--mtp-num-layers" in own:  # the published recipe has it; here those layers stay as they are in the checkpoint
-        place = own.index("--mtp-num-layers")
-        del own[place : place + 2]
+    more, own = [*layout.flags, *others], toy.flags
     layers = int(own[own.index("--num-layers") + 1])
     if "--pipeline-model-parallel-size" in more and layers % 2:
         more += ["--decoder-first-pipeline-num-layers", "1"]

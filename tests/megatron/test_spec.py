@@ -23,11 +23,14 @@ def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, 
     }
 
 
-def refusal(rank: int, world_size: int, init_method: str, args: Arguments) -> str:
+def refusal(rank: int, world_size: int, init_method: str, args: Arguments, changes: dict[str, Any]) -> str:
     from slimrl.megatron import config, spec
 
+    shape = config.transformer_config(args)
+    for name, value in changes.items():
+        setattr(shape, name, value)
     try:
-        spec.block_spec(config.transformer_config(args))
+        spec.block_spec(shape)
     except ValueError as error:
         return str(error)
     return ""
@@ -73,7 +76,16 @@ def test_norms_after_a_block_are_stored_under_their_own_names(keys):
     }
 
 
-def test_a_pattern_of_another_number_of_layers_is_refused(one_rank):
-    args = flags(TOYS["glm4-moe"], LAYOUTS[0])
-    args.moe_layer_freq = [0, 1]
-    assert "--moe-layer-freq describes 2 layers and --num-layers is 3" in one_rank.run(refusal, args)[0]
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"moe_layer_freq": [0, 1]}, "--moe-layer-freq describes 2 layers and --num-layers is 3"),
+        (
+            {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True},
+            "--moe-use-legacy-grouped-gemm joins all experts of a slot in one matrix",
+        ),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm needs --transformer-impl transformer_engine"),
+    ],
+)
+def test_layers_that_cannot_be_built_are_refused(one_rank, changes, sentence):
+    assert sentence in one_rank.run(refusal, flags(TOYS["glm4-moe"], LAYOUTS[0]), changes)[0]
