@@ -74,12 +74,14 @@ def draw() -> list[float]:
 
 def local_state(trainer: Any) -> dict[str, Tensor]:
     """Every tensor of this rank that training depends on."""
-    parameters = [p for stage in trainer.stages for p in stage.named_parameters()]
-    tensors = {f"weight {name}": p.detach().clone() for name, p in parameters}
-    adam = trainer.optimizer.chained_optimizers[0].optimizer
-    for index, (parameter, state) in enumerate(adam.state.items()):
-        tensors[f"main parameter {index}"] = parameter.detach().clone()
-        tensors |= {f"{key} {index}": value.clone() for key, value in state.items()}
+    tensors = {}
+    for number, stage in enumerate(trainer.stages):
+        named = (*stage.named_parameters(), *stage.named_buffers())
+        tensors |= {f"weight {number} {name}": value.detach().clone() for name, value in named}
+    for part, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+        for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
+            tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
+            tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
     return tensors
 
 
@@ -93,24 +95,36 @@ def schedule_args(models: Any, **changes: Any) -> Arguments:
         min_lr=1e-4,
         use_kl_loss=True,
         kl_loss_coef=0.05,
+        **models.flags,
         **changes,
     )
 
 
+SPREAD = {"use_distributed_optimizer": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+
+# name: ranks, model, flags
 LAYOUTS = {
-    "DP2": (2, {}),
-    "DP2 with the distributed optimizer": (2, {"use_distributed_optimizer": True}),
-    "DP2 with the distributed optimizer in bfloat16": (2, {"use_distributed_optimizer": True, "bf16": True}),
-    "one rank in bfloat16": (1, {"bf16": True}),
-    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "DP2": (2, "models", {}),
+    "DP2 with the distributed optimizer": (2, "models", SPREAD),
+    "DP2 with the distributed optimizer in bfloat16": (2, "models", SPREAD | {"bf16": True}),
+    "one rank in bfloat16": (1, "models", {"bf16": True}),
+    "TP2": (2, "models", TP2),
+    "PP2 virtual": (2, "deep_models", VIRTUAL),
+    "CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2}),
+    "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_resumes_bit_for_bit(
-    layout: str, models: Any, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
+    layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ):
-    size, changes = LAYOUTS[layout]
+    size, kind, changes = LAYOUTS[layout]
+    models = request.getfixturevalue(kind)
     pool = one_rank if size == 1 else two_ranks
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
     args = schedule_args(models, **changes)
@@ -139,19 +153,31 @@ def test_the_learning_rate_follows_the_schedule(models: Any, one_rank: RankPool)
     assert [step["lr"] for step in steps] == pytest.approx([1e-4, 1e-4 + 1.9e-3 / 3, 1e-4 + 3.8e-3 / 3, 2e-3])
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_a_checkpoint_of_two_tensor_parallel_ranks_goes_on_with_one(
-    distributed: bool, models: Any, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
+# name: model, flags of two ranks
+WIDE = {
+    "TP2": ("models", TP2),
+    "TP2 with the distributed optimizer": ("models", TP2 | SPREAD),
+    "PP2 with the distributed optimizer": ("models", PP2 | SPREAD),
+    "PP2 virtual": ("deep_models", VIRTUAL),
+    "CP2 with the distributed optimizer": ("models", SPREAD | {"context_parallel_size": 2}),
+    "EP2 with the distributed optimizer": ("expert_models", EP2 | SPREAD),
+}
+
+
+@pytest.mark.parametrize("layout", WIDE)
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+    layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ):
+    kind, changes = WIDE[layout]
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
-    args = schedule_args(models, use_distributed_optimizer=distributed)
-    args.save = args.load = str(tmp_path)
-    wide = dataclasses.replace(args, tensor_model_parallel_size=2, sequence_parallel=True)
+    narrow = schedule_args(
+        request.getfixturevalue(kind), use_distributed_optimizer=changes.get("use_distributed_optimizer", False)
+    )
+    wide = dataclasses.replace(narrow, save=str(tmp_path), load=str(tmp_path), **changes)
     two_ranks.run(train, wide, rollouts, 2)
     shutil.copytree(tmp_path, tmp_path / "copy")
     expected = two_ranks.run(train, wide, rollouts, ROLLOUTS)[0]
-    narrow = dataclasses.replace(args, save=None, load=str(tmp_path / "copy"))
-    actual = one_rank.run(train, narrow, rollouts, ROLLOUTS)[0]
+    actual = one_rank.run(train, dataclasses.replace(narrow, load=str(tmp_path / "copy")), rollouts, ROLLOUTS)[0]
     assert actual.first_rollout == 2
     assert actual.step_counts == {2.0 * ROLLOUTS}
     for name, value in expected.weights.items():
