@@ -41,16 +41,16 @@ LIMIT = 2e-6
 
 
 class Servers:
-    """Two servers at most: the one that is asked for, and the next family's, which starts meanwhile."""
+    """Two servers at most: the one that is asked for, and the next of `order`, which starts meanwhile."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, order: list[str]) -> None:
         self.root = root
+        self._order = order
         self._running: dict[str, ServerProcess] = {}
 
     def url(self, name: str) -> str:
         """Waits until the server of this toy answers."""
-        order = list(TOYS)
-        wanted = order[order.index(name) :][:2]
+        wanted = self._order[self._order.index(name) :][:2]
         for other in self._running.keys() - set(wanted):
             self._running.pop(other).stop()
         for each in wanted:
@@ -84,8 +84,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    started = Servers(tmp_path_factory.mktemp("servers"))
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    selected = {item.callspec.params.get("served") for item in request.session.items if hasattr(item, "callspec")}
+    started = Servers(tmp_path_factory.mktemp("servers"), [name for name in TOYS if name in selected])
     with pytest.MonkeyPatch.context() as patch:
         # where transformers copies a folder's own config class to
         patch.setenv("HF_MODULES_CACHE", str(started.root / "modules"))
