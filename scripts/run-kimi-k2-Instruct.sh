@@ -88,6 +88,8 @@ SGLANG_ARGS=(
    --sglang-disable-radix-cache
    # 128 requests at once for each of the 8 groups of attention.
    --sglang-server-concurrency 1024
+   # Its config and tokenizer are code of their own in the downloaded folder.
+   --sglang-trust-remote-code
 )
 
 recipe_run train.py

@@ -68,6 +68,8 @@ GRPO_ARGS=(
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
+   # Engines and training differ in precision: samples are weighed by how likely training finds them.
+   --use-tis
 )
 
 OPTIMIZER_ARGS=(
@@ -87,6 +89,8 @@ SGLANG_ARGS=(
    --sglang-disable-radix-cache
    # 128 requests at once for each of the 8 groups of attention.
    --sglang-server-concurrency 1024
+   # Its config and tokenizer are code of their own in the downloaded folder.
+   --sglang-trust-remote-code
 )
 
 recipe_run train.py

@@ -69,6 +69,8 @@ OPTIMIZER_ARGS=(
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
    --sglang-mem-fraction-static 0.5
+   # Its config and tokenizer are code of their own in the downloaded folder.
+   --sglang-trust-remote-code
    # Speculative decoding with the model's own next-token layer, which training leaves as it is.
    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
    --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4

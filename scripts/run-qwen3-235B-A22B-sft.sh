@@ -4,12 +4,11 @@
 #    bash scripts/run-qwen3-235B-A22B-sft.sh [--tiny] [more flags of train_async.py]
 #
 # Run it on each of the 4 nodes, with WORLD_SIZE=4, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
-# slimrl refuses supervised training for now, by the flags under ROLLOUT_ARGS.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
-recipe_model qwen3-235B-A22B none "$@"
+recipe_model qwen3-235B-A22B qwen3_moe "$@"
 
 PLACEMENT_ARGS=(--actor-num-nodes 4 --actor-num-gpus-per-node 8)
 

@@ -3,12 +3,11 @@
 #
 #    bash scripts/run-qwen3-4B-base-sft.sh [--tiny] [more flags of train_async.py]
 #
-# slimrl refuses supervised training for now, by the flags under ROLLOUT_ARGS.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
-recipe_model qwen3-4B none "$@"
+recipe_model qwen3-4B qwen3 "$@"
 
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8)
 

@@ -4,7 +4,6 @@
 #    bash scripts/run-qwen3.5-35B-A3B-sft.sh [--tiny] [more flags of train_async.py]
 #
 # slimrl refuses this model for now; scripts/models/qwen3.5-35B-A3B.sh says why.
-# slimrl refuses supervised training for now, by the flags under ROLLOUT_ARGS.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail

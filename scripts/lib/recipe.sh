@@ -88,11 +88,11 @@ recipe_tiny() {
    source "$toy/size_args.sh"
    say "converting Hugging Face -> torch_dist"
    python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$toy/model" --save "$run/torch_dist"
-   if [[ " ${PLACEMENT_ARGS[*]} " == *' --colocate '* ]]; then
-      PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate)
-   else
-      PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2)
-   fi
+   case " ${PLACEMENT_ARGS[*]} " in
+      *' --colocate '*) PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate) ;;
+      *' --rollout-num-gpus '*) PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2) ;;
+      *) PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2) ;;
+   esac
    CKPT_ARGS=(
       --hf-checkpoint "$toy/model"
       --ref-load "$run/torch_dist"
@@ -100,8 +100,21 @@ recipe_tiny() {
       --save "$run/checkpoints"
       --save-interval 2
    )
+   if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
+      recipe_conversations <"$toy/train.jsonl" >"$toy/messages.jsonl"
+      ROLLOUT_ARGS+=(--prompt-data "$toy/messages.jsonl" --num-epoch 1 --rollout-batch-size 400 --global-batch-size 400)
+   else
+      recipe_tiny_rollouts "$toy"
+   fi
+   PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
+   if [[ " ${MODEL_ARGS[*]} " == *' --num-experts '* ]]; then PERF_ARGS+=(--expert-model-parallel-size 2); fi
+   MISC_ARGS+=(--run-name "$RECIPE-tiny")
+}
+
+# Two short rollouts on the problems of the toy in folder $1.
+recipe_tiny_rollouts() {
    ROLLOUT_ARGS=(
-      --prompt-data "$toy/train.jsonl"
+      --prompt-data "$1/train.jsonl"
       --input-key prompt
       --label-key label
       --apply-chat-template
@@ -115,8 +128,18 @@ recipe_tiny() {
       --rollout-temperature 1
       --balance-data
    )
-   EVAL_ARGS=(--eval-interval 2 --eval-prompt-data addition "$toy/eval.jsonl" --eval-temperature 0)
-   PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
+   EVAL_ARGS=(--eval-interval 2 --eval-prompt-data addition "$1/eval.jsonl" --eval-temperature 0)
    SGLANG_ARGS=(--rollout-num-gpus-per-engine 1)
-   MISC_ARGS+=(--run-name "$RECIPE-tiny" --check-weight-update-equal)
+   # A config class outside transformers comes with the model, as code.
+   if grep -q auto_map "$1/model/config.json"; then SGLANG_ARGS+=(--sglang-trust-remote-code); fi
+   MISC_ARGS+=(--check-weight-update-equal)
+}
+
+# From problems to conversations in which they are solved, for supervised training.
+recipe_conversations() {
+   python3 -c '
+import json, sys
+for row in map(json.loads, sys.stdin):
+    answer = {"role": "assistant", "content": "\\boxed{" + row["label"] + "}"}
+    print(json.dumps({"messages": [*row["prompt"], answer]}))'
 }

@@ -122,8 +122,8 @@ FAMILIES = {
         | ROUTED
         | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
         | _yarn(50000.0, factor=32.0, beta_fast=1.0),
-        published={**DEEPSEEK, "model_type": "kimi_k2"},
-        config_code=("configuration_deepseek", "DeepseekV3Config", "DeepseekV3Config"),
+        # Published files say kimi_k2 and bring code along for it; by their own class they are DeepSeek-V3's.
+        published=DEEPSEEK,
     ),
     "moonlight": TinyFamily(
         "DeepseekV3ForCausalLM",
@@ -156,7 +156,7 @@ SIZE_FLAGS = {
     "vocab_size": "--vocab-size",
     "max_position_embeddings": "--max-position-embeddings",
     "rms_norm_eps": "--norm-epsilon",
-    "num_experts": "--num-experts",
+    "num_local_experts": "--num-experts",
     "n_routed_experts": "--num-experts",
     "num_experts_per_tok": "--moe-router-topk",
     "moe_intermediate_size": "--moe-ffn-hidden-size",
@@ -196,6 +196,8 @@ def publish_config(name: str, folder: Path) -> None:
         entries.pop(key, None)
     if "kv_lora_rank" in entries:
         entries.pop("head_dim", None)
+    if "num_local_experts" in entries:
+        entries["num_experts"] = entries.pop("num_local_experts")
     rope = entries.pop("rope_parameters")
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
@@ -223,7 +225,7 @@ def size_args_script(name: str, config: PretrainedConfig) -> str:
         flags["--num-query-groups"] = entries["num_key_value_heads"]
         flags["--kv-channels"] = entries.get("head_dim") or entries["hidden_size"] // entries["num_attention_heads"]
     if "--num-experts" in flags:
-        layers, dense = entries["num_hidden_layers"], 0 if "num_experts" in entries else 1
+        layers, dense = entries["num_hidden_layers"], 1 if "n_routed_experts" in entries else 0
         flags["--moe-layer-freq"] = f'"[0]*{dense}+[1]*{layers - dense}"' if dense else f'"[1]*{layers}"'
     if entries.get("n_shared_experts"):
         flags["--moe-shared-expert-intermediate-size"] = entries["n_shared_experts"] * entries["moe_intermediate_size"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments.namespace import all_flag_specs
+from slimrl.arguments.retired import RETIRED_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")
@@ -25,7 +26,8 @@ def known_flags() -> set[str]:
     """Of train.py and, as far as their sources spell them, of the tools, the scripts and the report."""
     sources = [*ROOT.glob("tools/*.py"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("slimrl/observability/*.py")]
     spelt = {flag for path in sources for flag in FLAG.findall(path.read_text())}
-    return spelt | {name for spec in all_flag_specs() for name in spec.on + spec.off} | OTHERS
+    declared = {name for spec in all_flag_specs() for name in spec.on + spec.off}
+    return spelt | declared | RETIRED_FLAGS.keys() | OTHERS
 
 
 def passed_on(flag: str) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,15 +11,13 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.sglang.flags import router_flags, server_flags
+from tests.end_to_end import harness
 from tests.scripts.test_models import NOT_SERVED, published
 from tests.scripts.test_recipe import submitted
+from tests.scripts.test_shell import run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in ROOT.glob("scripts/run-*.sh"))
-# What waits beyond the flags that say so of themselves in `not_served`: engines larger than a node; and supervised
-# training, which generates nothing and has no groups.
-ENGINES = {"--rollout-num-gpus-per-engine"}
-SUPERVISED = {"--rollout-function-path", "--debug-train-only", "--rollout-max-response-len", "--n-samples-per-prompt"}
 
 
 def model_of(recipe: str) -> str:
@@ -42,17 +42,15 @@ def prepare(line: list[str], model: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_submits_flags_that_are_accepted_or_known_to_wait(recipe, tmp_path):
+def test_a_recipe_is_accepted_but_for_a_family_that_is_refused(recipe, tmp_path):
     entry, *line = submitted(["bash", f"scripts/{recipe}.sh", "--lr", "3e-6"], tmp_path / "base")
     model = model_of(recipe)
     prepare(line, model)
     args, problems = read_args(line, entry=entry, passthrough={"sglang": server_flags, "router": router_flags})
-    waiting = {name for spec in all_flag_specs() if spec.not_served for name in spec.on + spec.off} | ENGINES
-    if recipe.endswith("-sft"):
-        waiting |= SUPERVISED
+    refused = {spec.name for spec in all_flag_specs() if spec.refuses(vars(args)[spec.dest])} | {"--hf-checkpoint"}
     if NOT_SERVED.match(model):
-        waiting |= {"--hf-checkpoint"}
-    assert [problem for problem in problems if problem.flag not in waiting] == []
+        problems = [problem for problem in problems if problem.flag not in refused]
+    assert problems == []
     assert args.lr == 3e-6  # the last one wins
     assert entry == "train_async.py" if recipe.endswith("-sft") else "train.py"
 
@@ -72,3 +70,36 @@ def test_a_recipe_says_on_how_many_nodes_it_runs(recipe, tmp_path):
 def test_the_guide_lists_every_recipe_and_nothing_else():
     listed = re.findall(r"^\| `(run-[\w.-]+)\.sh`", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
     assert sorted(listed) == RECIPES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
+    folder = ROOT / "runs/run-qwen3-30B-A3B-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-qwen3-30B-A3B.sh", "--tiny", "--seed", "7"],
+        log=tmp_path / "recipe.out",
+        run_dir=folder,
+        cwd=ROOT,
+        path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        home=tmp_path,
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    assert [step["weight_version"] for step in done.summary["steps"]] == [0, 1]
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    shutil.rmtree(folder)
+
+
+def test_a_recipe_of_a_family_without_a_toy_says_so(tmp_path):
+    refused = run("bash", "scripts/run-minimax-m2.sh", "--tiny")
+    assert refused.returncode == 2
+    assert "run-minimax-m2 is for a model that this version refuses, so there is no toy of it" in refused.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_explains_itself(recipe):
+    shown = run("bash", f"scripts/{recipe}.sh", "--help")
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert f"bash scripts/{recipe}.sh" in shown.stdout and "shellcheck" not in shown.stdout
