@@ -105,6 +105,15 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "slot_memory_is_planned_with": (
+        ["--slot-memory-gib 80 --dry-run"],
+        [
+            (
+                "--slot-memory-gib 80",
+                "--slot-memory-gib 80 is what --dry-run plans with: add it, or leave this out.",
+            )
+        ],
+    ),
     "rollout_has_slots": (
         ["--rollout-num-gpus 8"],
         [

@@ -13,7 +13,7 @@ from slimrl.arguments.plan.hf_files import UnreadableFileError
 from slimrl.arguments.plan.machine import Machine, this_machine
 from slimrl.arguments.plan.memory import MemoryPlan, StageMemory, estimate
 from slimrl.arguments.plan.plan import Plan, Surroundings, make_plan
-from slimrl.arguments.plan.refusals import refusals
+from slimrl.arguments.plan.refusals import refusals, warnings
 from slimrl.arguments.plan.render import render
 from slimrl.arguments.problem import Problem, report
 
@@ -27,6 +27,7 @@ __all__ = [
     "make_plan",
     "print_plan",
     "refusals",
+    "warnings",
     "this_machine",
 ]
 
@@ -41,6 +42,8 @@ def print_plan(args: Arguments, entry: str, surroundings: Surroundings) -> int:
         problems = [Problem("--hf-checkpoint", f"--hf-checkpoint: {error}.")]
     else:
         print(render(plan), flush=True)
+        for warning in warnings(plan):
+            print(f"\nNote: {warning}", flush=True)
         problems = refusals(plan)
     if problems:
         print(report(problems, entry), file=sys.stderr)

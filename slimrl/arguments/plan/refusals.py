@@ -87,7 +87,9 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     if plan.slot is None:
         return
     if plan.slot.shared:
-        yield from _shared_memory(plan)
+        shortage = _shortage(plan) if plan.surroundings.nodes is not None else None
+        if shortage is not None:
+            yield Problem("--slot-memory-gib", f"{shortage}: start a smaller model, or on machines with GPUs.")
         return
     stage, engine, slot = plan.memory.largest_stage, plan.memory.engine, plan.slot
     have = f"{gib(slot.bytes)} ({slot.source})"
@@ -119,21 +121,30 @@ def _memory(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _shared_memory(plan: Plan) -> Iterator[Problem]:
-    """Without GPUs all slots of a machine draw on the same memory: what counts is their sum."""
+def warnings(plan: Plan) -> list[str]:
+    """What does not stop a plan: this machine is too small for it, where it may be meant for other machines."""
+    if plan.slot is None or not plan.slot.shared or plan.surroundings.nodes is not None:
+        return []
+    shortage = _shortage(plan)
+    if shortage is None:
+        return []
+    return [f"{shortage}. To check the plan for other machines, give --slot-memory-gib, the memory of one GPU there."]
+
+
+def _shortage(plan: Plan) -> str | None:
+    """Without GPUs all slots of a machine draw on the same memory: what counts is their sum. None where it fits."""
     engine = plan.memory.engine
     stages = plan.memory.stages
     train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)
     rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
     nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
     need, host = (train + rollout) // nodes, plan.surroundings.machine.host
-    if need > host:
-        yield Problem(
-            "--slot-memory-gib",
-            f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training slots take"
-            f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}, per machine {gib(need)}: start a"
-            " smaller model here, or plan for other machines with --slot-memory-gib.",
-        )
+    if need <= host:
+        return None
+    return (
+        f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training slots take"
+        f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}, per machine {gib(need)}"
+    )
 
 
 def stage_sum(stage: StageMemory) -> str:

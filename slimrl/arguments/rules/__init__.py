@@ -73,6 +73,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     precision.optimizer_state_has_a_holder,
     layout.async_is_split,
     layout.only_one_side_is_left_out,
+    layout.slot_memory_is_planned_with,
     batches.produced_equals_consumed,
     batches.global_batch_divides_over_slots,
     batches.dynamic_batches_have_a_cap,

@@ -110,6 +110,15 @@ def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
         )
 
 
+def slot_memory_is_planned_with(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The memory of a slot is a number for the plan; a run finds out by itself."""
+    if args.slot_memory_gib is not None and not args.dry_run:
+        yield Problem(
+            "--slot-memory-gib",
+            f"--slot-memory-gib {args.slot_memory_gib:g} is what --dry-run plans with: add it, or leave this out.",
+        )
+
+
 def only_one_side_is_left_out(args: Arguments, context: Context) -> Iterator[Problem]:
     """Debugging one side alone."""
     if args.debug_train_only and args.debug_rollout_only:

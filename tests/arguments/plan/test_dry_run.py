@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.plan import Machine, Surroundings, make_plan, refusals
+from slimrl.arguments.plan import Machine, Surroundings, make_plan, refusals, warnings
 from slimrl.arguments.plan.render import render, table
 from slimrl.sglang.flags import server_flags
 from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
@@ -27,7 +27,9 @@ H100S = Surroundings(Machine(gpus=(80 * GIB,) * 8, host=None))
 
 def plan_of(recipe, more="", *, placement=COLOCATED, around=HERE, entry="train.py"):
     args, problems = read_args(
-        recipe.line(f"--run-name x {more}", placement=placement), entry=entry, passthrough={"sglang": server_flags}
+        recipe.line(f"--dry-run --run-name x {more}", placement=placement),
+        entry=entry,
+        passthrough={"sglang": server_flags},
     )
     assert problems == []
     return make_plan(args, entry, around)
@@ -141,10 +143,17 @@ def test_a_cache_too_small_for_one_sample_is_refused(recipe):
 
 
 def test_without_gpus_all_slots_draw_on_the_machines_memory(recipe):
-    around = Surroundings(Machine(gpus=(), host=15 * GIB))
+    around = Surroundings(Machine(gpus=(), host=15 * GIB), nodes=[8])
     (sentence,) = sentences(plan_of(recipe, around=around))
     assert "this machine has no GPU and 15.00 GiB of memory; 8 training slots take" in sentence
     assert sentences(plan_of(recipe, "--slot-memory-gib 141 --sglang-mem-fraction-static 0.5", around=around)) == []
+
+
+def test_a_plan_made_on_a_small_machine_may_be_for_another(recipe):
+    plan = plan_of(recipe, around=Surroundings(Machine(gpus=(), host=15 * GIB)))
+    assert sentences(plan) == []
+    (warning,) = warnings(plan)
+    assert "this machine has no GPU and 15.00 GiB of memory" in warning and "--slot-memory-gib" in warning
 
 
 def test_weights_files_of_another_model_are_refused(recipe):
