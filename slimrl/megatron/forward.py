@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slimrl.algorithms.log_probs import vocab_parallel_log_probs
@@ -109,6 +110,11 @@ class ResponseColumns:
         )
 
 
+def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:
+    """Tokens, padding included, that a layer of this rank sees: what megatron-core weighs a layer's own loss by."""
+    return micro_batch.tokens.numel() // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
 def _forward(stage: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
     """Logits [1, tokens / cp, vocab / tp], of other than the last stage hidden states.
 
@@ -187,8 +193,14 @@ def forward_backward(
     log_prob_settings: LogProbSettings,
     loss_settings: PolicyLossSettings,
     on_micro_batch: Callable[[], None],
+    *,
+    by_tokens: float | None = None,
 ) -> list[PolicyLossSums]:
     """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
+
+    The gradient is divided by the step's count of the sums. Where layers add losses of their own, which megatron-core
+    weighs by their tokens, it is divided by those and the policy's loss multiplied by `by_tokens`, their number by
+    the count: see `layer_tokens`.
 
     The sums are equal on ranks that share these samples, but absent where the rank does not hold the last stage.
     `on_micro_batch` is called at the begin of each.
@@ -198,10 +210,13 @@ def forward_backward(
     def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
         log_probs, entropy = log_prob_settings(logits, micro_batch)
         sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
+        value, count = sums.loss, sums.count
+        if by_tokens is not None:
+            value, count = by_tokens * value, count.new_tensor(layer_tokens(stages[0].config, micro_batch))
         # megatron-core adds counts up over context-parallel ranks too, and each of them has the whole count.
-        count = sums.count if counts else torch.zeros_like(sums.count)
+        count = count if counts else torch.zeros_like(count)
         # A clone: the schedule may go on to divide the loss it is given in place, and a view would follow it.
-        return sums.loss, count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
+        return value, count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)

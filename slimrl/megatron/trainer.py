@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
@@ -22,7 +23,13 @@ from slimrl.megatron import checkpoint, config, overlap, parallel
 from slimrl.megatron.advantages import token_advantages
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
 from slimrl.megatron.first_weights import is_hf_folder, load_first_weights
-from slimrl.megatron.forward import LogProbSettings, ResponseColumns, compute_log_probs, forward_backward
+from slimrl.megatron.forward import (
+    LogProbSettings,
+    ResponseColumns,
+    compute_log_probs,
+    forward_backward,
+    layer_tokens,
+)
 from slimrl.megatron.loss import PolicyLossSettings
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
@@ -141,8 +148,10 @@ class MegatronTrainer:
         columns = self._columns(batch, everything, advance)
         metrics = []
         with overlap.weights_gathered_late(self._wrapped):
-            for number, (micro_batches, samples) in enumerate(zip(steps, batch.samples_per_step, strict=True)):
-                step = self._train_step(micro_batches, columns, advance)
+            for number, micro_batches in enumerate(steps):
+                samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
+                divisor = tokens if self._loss_settings.per_token else samples
+                step = self._train_step(micro_batches, columns, divisor, advance)
                 metrics.append(step | {"samples": float(samples)})
                 if not math.isfinite(step["grad_norm"]) and not self.args.fp16:
                     raise FloatingPointError(
@@ -191,14 +200,21 @@ class MegatronTrainer:
         )
 
     def _train_step(
-        self, micro_batches: list[MicroBatch], columns: ResponseColumns, advance: Callable[[], None]
+        self, micro_batches: list[MicroBatch], columns: ResponseColumns, divisor: int, advance: Callable[[], None]
     ) -> dict[str, float]:
+        """One optimizer step; `divisor` is what its loss is divided by, over all ranks."""
         # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
         for stage in self._wrapped:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = forward_backward(
-            self._wrapped, micro_batches, columns, self._log_prob_settings, self._loss_settings, advance
+            self._wrapped,
+            micro_batches,
+            columns,
+            self._log_prob_settings,
+            self._loss_settings,
+            advance,
+            by_tokens=self._layer_tokens(micro_batches) / max(divisor, 1) if self._layers_add_losses() else None,
         )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         updated, gradient_norm, _ = self.optimizer.step()
@@ -207,6 +223,18 @@ class MegatronTrainer:
         metrics = reduce_step(sums, self._loss_settings, self.parallel)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not updated)}
+
+    def _layers_add_losses(self) -> bool:
+        """True where routers have losses of their own, for balance or for small logits."""
+        args = self.args
+        return args.num_experts is not None and (any(args.moe_aux_loss_coeff) or bool(args.moe_z_loss_coeff))
+
+    def _layer_tokens(self, micro_batches: list[MicroBatch]) -> int:
+        """Tokens that a layer sees in a step, over all data-parallel ranks; collective over these."""
+        own = sum(layer_tokens(self.stages[0].config, micro_batch) for micro_batch in micro_batches)
+        total = torch.tensor(own, device=self.parallel.device)
+        dist.all_reduce(total, group=self.parallel.dp_group)
+        return int(total)
 
     def save(self, rollout_id: int, data_state: dict[str, Any], save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.

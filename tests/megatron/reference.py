@@ -30,6 +30,7 @@ class ReferenceSettings:
     betas: tuple[float, float]
     eps: float
     clip_grad: float
+    balance_coef: float = 0.0  # of the routers' losses, a mean over samples weighted by their tokens
 
 
 @dataclasses.dataclass
@@ -67,11 +68,23 @@ def _split(batch: RolloutBatch) -> list[dict[str, Tensor]]:
     return samples
 
 
-def _log_probs(model: nn.Module, sample: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+def _log_probs(model: nn.Module, sample: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and entropies of the response; the balance loss of all routers over the whole sample."""
     tokens, length = sample["tokens"], sample["mask"].numel()
-    logits = model(tokens[None]).logits[0, -length - 1 : -1] / temperature
+    routed = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
+    output = model(tokens[None], **routed)
+    logits = output.logits[0, -length - 1 : -1] / temperature
     distribution = torch.distributions.Categorical(logits=logits)
-    return distribution.log_prob(tokens[-length:]), distribution.entropy()
+    balance = sum(_balance(layer, model.config.num_experts_per_tok) for layer in output.router_logits) if routed else 0
+    return distribution.log_prob(tokens[-length:]), distribution.entropy(), torch.as_tensor(balance)
+
+
+def _balance(logits: Tensor, chosen: int) -> Tensor:
+    """Experts x sum over experts of (fraction of choices) x (mean probability): arXiv:2101.03961, equation 4."""
+    probabilities = logits.double().softmax(-1)
+    experts = logits.shape[-1]
+    choices = torch.nn.functional.one_hot(probabilities.topk(chosen).indices, experts).sum(1).double()
+    return experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum()
 
 
 def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: ReferenceSettings) -> ReferenceResult:
@@ -93,15 +106,17 @@ def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: 
     for step in range(settings.steps):
         rows = range(step * size, (step + 1) * size)
         trained = sum(float(samples[row]["mask"].sum()) for row in rows)
-        loss, clipped = 0.0, 0.0
+        loss, clipped, balance = 0.0, 0.0, 0.0
+        tokens = sum(samples[row]["tokens"].numel() for row in rows)
         for row in rows:
-            values, was_clipped = _token_losses(policy, samples[row], old[row], ref[row], settings)
+            values, was_clipped, own_balance = _token_losses(policy, samples[row], old[row], ref[row], settings)
+            balance = balance + settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
             mask = samples[row]["mask"]
             divisor = trained if settings.per_token else max(float(mask.sum()), 1.0) * size
             loss = loss + (values * mask).sum() / divisor
             clipped += float((was_clipped * mask).sum() / divisor)
         adam.zero_grad()
-        loss.backward()
+        (loss + balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.clip_grad)
         adam.step()
         result.losses.append(loss.item())
@@ -130,11 +145,11 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _token_losses(
     policy: nn.Module, sample: dict[str, Tensor], old: Tensor, ref: Tensor, settings: ReferenceSettings
-) -> tuple[Tensor, Tensor]:
-    log_probs, entropy = _log_probs(policy, sample, settings.temperature)
+) -> tuple[Tensor, Tensor, Tensor]:
+    log_probs, entropy, balance = _log_probs(policy, sample, settings.temperature)
     ratio, advantage = (log_probs - old).exp(), sample["reward"]
     bounded = torch.clamp(ratio, 1 - settings.eps_clip, 1 + settings.eps_clip_high)
     policy_loss = -torch.minimum(ratio * advantage, bounded * advantage)
     gap = ref - log_probs
     values = policy_loss + settings.kl_coef * (gap.exp() - 1 - gap) - settings.entropy_coef * entropy
-    return values, (bounded * advantage < ratio * advantage).double()
+    return values, (bounded * advantage < ratio * advantage).double(), balance

@@ -141,6 +141,27 @@ def test_every_layout_trains_as_plain_autograd_does(
         assert relative_error(result.gradients, truth.gradients) < 1e-5
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=["per-sample loss", "per-token loss"])
+def test_the_routers_balance_loss_has_its_weight_in_every_layout(
+    per_token: bool, expert_models: Any, one_rank: Any, two_ranks: Any
+):
+    # whole samples are micro-batches without padding, whichever way they are cut
+    rollout = tiny.recorded_rollout(seed=6, multiple=4)
+    settings = dataclasses.replace(SETTINGS, per_token=per_token, balance_coef=0.5)
+    truth = reference.train(expert_models.policy_hf, expert_models.reference_hf, rollout, settings)
+    without = reference.train(
+        expert_models.policy_hf, expert_models.reference_hf, rollout, dataclasses.replace(settings, balance_coef=0.0)
+    )
+    assert truth.gradient_norms[0] != pytest.approx(without.gradient_norms[0], rel=0.01)
+    for pool, layout in ((one_rank, {}), (two_ranks, PP2), (two_ranks, TP2_SP), (two_ranks, CP2), (two_ranks, EP2)):
+        args = flags(expert_models, calculate_per_token_loss=per_token, **layout)
+        args.moe_router_load_balancing_type, args.moe_aux_loss_coeff = ["aux_loss"], [0.5]
+        result = pool.run(ranks.train_once, args, rollout)[0]
+        assert [step["loss"] for step in result.metrics] == pytest.approx(truth.losses, rel=1e-5)
+        assert [step["grad_norm"] for step in result.metrics] == pytest.approx(truth.gradient_norms, rel=1e-5)
+        assert relative_error(result.weights, truth.weights) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["dense", "deep", "experts"])
 def test_the_rollout_exercises_clip_kl_and_entropy(kind: str, expected: Any):
     truth = expected[1][kind]
@@ -177,7 +198,7 @@ def test_the_logged_mismatch_with_the_engine_is_over_trained_tokens(rollout: Any
     with torch.no_grad():
         for sample in reference._split(rollout)[:4]:
             length = sample["mask"].numel()
-            log_probs, _ = reference._log_probs(policy, sample, SETTINGS.temperature)
+            log_probs, *_ = reference._log_probs(policy, sample, SETTINGS.temperature)
             gap = (log_probs - rollout.rollout_log_probs[start : start + length]).abs()
             gaps.append(gap[sample["mask"] > 0])
             start += length

@@ -103,14 +103,18 @@ def tiny_args(**changes: Any) -> Arguments:
     return Arguments(**(values | changes))
 
 
-def recorded_rollout(seed: int, samples: int = 8) -> RolloutBatch:
-    """Random samples of uneven length, without a schedule: masked tokens, one sample wholly masked."""
+def recorded_rollout(seed: int, samples: int = 8, multiple: int = 1) -> RolloutBatch:
+    """Random samples of uneven length, without a schedule: masked tokens, one sample wholly masked.
+
+    Lengths are multiples of `multiple` tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, count: int) -> torch.Tensor:
         return torch.randint(low, high, (count,), generator=generator)
 
     prompts, responses = integers(1, 9, samples), integers(1, 21, samples)
+    prompts += -(prompts + responses) % multiple
     total = int((prompts + responses).sum())
     mask = (torch.rand(int(responses.sum()), generator=generator) > 0.2).float()
     mask[: int(responses[0])] = 0.0
