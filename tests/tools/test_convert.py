@@ -123,6 +123,69 @@ def test_existing_outputs_are_refused_unless_forced(converted, tmp_path):
     refused = run_tool(TO_TORCH_DIST, *flags, "--save", converted / "torch_dist")
     assert refused.returncode == 2 and "torch_dist exists already" in refused.stderr
 
+    refused = back(converted, converted, "--force")
+    assert refused.returncode == 2 and "which would be lost" in refused.stderr
+
+
+@pytest.mark.slow
+def test_an_empty_destination_is_filled_and_no_bar_is_drawn_outside_a_terminal(converted, tmp_path):
+    (tmp_path / "torch_dist").mkdir()
+    flags = (*model_args("qwen3", tied=True), "--hf-checkpoint", converted / "hf")
+    done = run_tool(TO_TORCH_DIST, *flags, "--save", tmp_path / "torch_dist")
+    assert done.returncode == 0 and "converting" not in done.stderr
+    (tmp_path / "again").mkdir()
+    done = back(tmp_path, tmp_path / "again", origin=converted / "hf")
+    assert done.returncode == 0 and done.stderr == ""
+    assert same_tensors(converted / "hf", tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_files_of_the_size_asked_for_with_an_index_that_counts_right(converted, tmp_path):
+    done = back(converted, tmp_path / "again", "--chunk-size", 20000)
+    assert done.returncode == 0, done.stderr
+    index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
+    originals = load_file(converted / "hf/model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in originals.values())
+    files = sorted((tmp_path / "again").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == [path.name for path in files] and len(files) > 4
+    for path in files:
+        for name, tensor in load_file(path).items():
+            assert index["weight_map"][name] == path.name and torch.equal(tensor, originals[name])
+    refused = back(converted, tmp_path / "more", "--chunk-size", 0)
+    assert refused.returncode == 2 and "--chunk-size" in refused.stderr
+
+
+@pytest.mark.slow
+def test_tensors_that_the_checkpoint_lacks_come_from_the_origin_when_asked(converted, tmp_path):
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    config = json.loads((converted / "hf/config.json").read_text())
+    (origin / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(converted / "hf/model.safetensors")
+    extra = {"lm_head.weight": torch.randn(150, 32), "vision.weight": torch.randn(3, 5)}
+    save_file({**tensors, **extra}, origin / "model.safetensors")
+    refused = back(converted, tmp_path / "again", origin=origin)
+    assert refused.returncode == 2 and "holds vision.weight" in refused.stderr
+    done = back(converted, tmp_path / "again", "-a", origin=origin)
+    assert done.returncode == 0, done.stderr
+    assert same_tensors(origin, tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_the_family_may_be_named_and_an_unknown_one_is_refused(converted, tmp_path):
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    config = json.loads((converted / "hf/config.json").read_text())
+    (origin / "config.json").write_text(json.dumps({**config, "model_type": "my_qwen"}))
+    (origin / "model.safetensors").write_bytes((converted / "hf/model.safetensors").read_bytes())
+    refused = back(converted, tmp_path / "again", origin=origin)
+    assert refused.returncode == 2 and "my_qwen" in refused.stderr
+    assert back(converted, tmp_path / "again", "--model-name", "Qwen3ForCausalLM", origin=origin).returncode == 0
+    assert same_tensors(origin, tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "my_qwen"
+    refused = back(converted, tmp_path / "more", "--model-name", "qwen9")
+    assert refused.returncode == 2 and "--model-name qwen9 is none of the families known" in refused.stderr
+
 
 @pytest.mark.slow
 def test_an_origin_of_another_model_is_refused(converted, tmp_path):
@@ -171,7 +234,7 @@ def test_parallel_flags_and_a_megatron_checkout_on_the_path_change_nothing(conve
     (checkout / "megatron/core/__init__.py").write_text("raise ImportError('this is the checkout')\n")
     flags = (*model_args("qwen3", tied=True), "--hf-checkpoint", converted / "hf", "--save", tmp_path / "torch_dist")
     layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size=2", "--sequence-parallel")
-    layout += ("--decoder-last-pipeline-num-layers", 1)
+    layout += ("--decoder-last-pipeline-num-layers", 1, "--cp-comm-type", "p2p", "a2a")
     done = run_tool(TO_TORCH_DIST, *flags, *layout, python_path=str(checkout))
     assert done.returncode == 0, done.stderr
     assert "--tensor-model-parallel-size, --pipeline-model-parallel-size" in done.stdout
