@@ -77,6 +77,15 @@ class ServerControl:
         self.set_weight_version(version)
         self.continue_()
 
+    def settle(self) -> None:
+        """Returns once the processes of all pipeline stages have done what the server was asked before.
+
+        The server answers most calls when its first stage is done; a token needs them all, each in its turn. The server
+        must not be paused.
+        """
+        sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        self._post("/generate", {"input_ids": [0], "sampling_params": sampling})
+
     def update_weights_from_tensor(
         self,
         serialized: Sequence[str],

@@ -1,6 +1,7 @@
-"""Who sends to which engine: pure arithmetic on slot numbers, the same on every trainer rank.
+"""Who sends to which engine: pure arithmetic on slots and nodes, the same on every trainer rank.
 
-Slots count from the trainer's first; slot n belongs to trainer rank n where there is such a rank.
+Slots count from the trainer's first; slot n belongs to trainer rank n where there is such a rank. An engine may lie on
+several nodes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ class EngineEndpoint:
         """Ranks that divide each tensor among them."""
         return self.tensor_parallel_size or len(self.slots)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether the engine's layers are divided into pipeline stages."""
+        return self.tensor_parallel < len(self.slots)
+
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """By number of the engine: the trainer ranks that share memory with it; and the engines that share none."""
+    """`sharing` has, by number of the engine, the trainer rank that shares its memory with each rank of the engine.
+
+    `remote` are the engines that share none.
+    """
 
     sharing: dict[int, tuple[int, ...]]
     remote: tuple[int, ...]
@@ -43,32 +52,31 @@ class Roles:
     @property
     def senders(self) -> set[int]:
         """Every trainer rank that sends to some engine."""
-        ranks = {rank for members in self.sharing.values() for rank in members}
+        ranks = {rank for suppliers in self.sharing.values() for rank in suppliers}
         return ranks | ({0} if self.remote else set())
 
 
 def split_roles(engines: Sequence[EngineEndpoint]) -> Roles:
-    """No engine shares a slot with the trainer: rank 0 sends to all."""
+    """No engine shares a slot with the trainer: rank 0 sends to all. Raises ValueError as `check_without_stages`."""
+    check_without_stages(engines)
     return Roles({}, tuple(range(len(engines))))
 
 
 def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> Roles:
     """Who sends where slots are shared.
 
-    Host memory of one rank can be opened by every process of the machine: the rank on the engine's first
-    slot serves all of its ranks, and rank 0 serves engines on slots without a trainer. Device memory is
-    opened on its own GPU only: each slot's rank serves that slot, and engines elsewhere count as remote.
-    Raises ValueError for an engine that lies only partly on the trainer's slots, rank 0's among them.
+    Host memory of one rank can be opened by every process of its node: on each of an engine's nodes its first trainer
+    rank serves all of the engine's ranks there, and rank 0 those on its node that have no trainer. Device memory is
+    opened on its own GPU only: each slot's rank serves that slot. An engine with a rank that nobody can serve so counts
+    as remote. Raises ValueError where that is an engine with pipeline stages, or one on the GPU of rank 0.
     """
     sharing: dict[int, tuple[int, ...]] = {}
     remote: list[int] = []
     for number, engine in enumerate(engines):
-        shared = tuple(slot for slot in engine.slots if slot < world_size)
-        if host_memory:
-            sharing[number] = shared[:1] or (0,)
-        elif len(shared) == len(engine.slots):
-            sharing[number] = shared
-        elif 0 in shared:
+        suppliers = _on_node(engines, engine, world_size) if host_memory else engine.slots
+        if all(rank is not None and rank < world_size for rank in suppliers):
+            sharing[number] = tuple(suppliers)
+        elif 0 in engine.slots and not host_memory:
             raise ValueError(
                 f"engine {engine.url} has slots {list(engine.slots)} and the trainer has {world_size}: a GPU cannot"
                 " be the source and a receiver of one broadcast; make --rollout-num-gpus-per-engine divide the number"
@@ -76,7 +84,34 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
             )
         else:
             remote.append(number)
+    check_without_stages([engines[number] for number in remote])
     return Roles(sharing, tuple(remote))
+
+
+def _on_node(engines: Sequence[EngineEndpoint], engine: EngineEndpoint, world_size: int) -> list[int | None]:
+    """For each slot of the engine a trainer rank on the same node, None where there is none."""
+    ranks: dict[str, int] = {}
+    for slot, node in engine.node_of.items():
+        if slot < world_size:
+            ranks.setdefault(node, slot)
+    for other in engines:
+        if 0 in other.slots:
+            ranks.setdefault(other.node_of[0], 0)
+    return [ranks.get(node) for node in engine.node_of.values()]
+
+
+def check_without_stages(engines: Sequence[EngineEndpoint]) -> None:
+    """Raises ValueError for an engine with pipeline stages, to which weights go through shared memory only.
+
+    SGLang 0.5.20 gives the ranks of every stage the same places in a broadcast, and answers when the first stage has
+    read a file that later ones are still to read.
+    """
+    for engine in engines:
+        if engine.has_stages:
+            raise ValueError(
+                f"engine {engine.url} has pipeline stages, which take weights only from trainers on their own slots:"
+                " leave --sglang-pp-size out, or give --colocate and training slots for all engines"
+            )
 
 
 def partners(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:

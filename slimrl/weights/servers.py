@@ -30,6 +30,9 @@ class ServerControl(Protocol):
     def end_weight_update(self, version: str) -> None:
         """Names the weights that are loaded now, and lets held requests run."""
 
+    def settle(self) -> None:
+        """Returns once every process of the server has done all that it was asked before, and it goes on."""
+
     def weight_version(self) -> str:
         """The version of the weights that the server answers with."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import os
 import pickle
 import types
@@ -16,12 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slimrl.weights.buckets import Bucket, Entry
 
 _DEVICE_ARGUMENT = 6  # place of the device number in what `reduce_tensor` returns for a CUDA tensor
+
+# a function and its arguments: called in a process on the same machine, it opens the memory
+Reference = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 class _Call:
@@ -40,36 +45,58 @@ class SharedBuffer(Protocol):
     def take(self, num_bytes: int) -> Tensor:
         """See `BufferSource.take`."""
 
-    def reference(self) -> _Call:
-        """Pickles into the buffer taken last, in a process on the same machine."""
+    def reference(self) -> Reference:
+        """How another process opens the buffer taken last."""
+
+    def release(self) -> None:
+        """Gives up what was kept for receivers that may read late: now all have read."""
 
     def close(self) -> None:
         """Gives the memory up."""
 
 
 class HostSharedBuffer:
-    """One anonymous file in host memory, used again for every bucket that fits."""
+    """One anonymous file in host memory, used again for every bucket that fits.
 
-    def __init__(self) -> None:
+    With `keep` every bucket has a file of its own, kept until `release`: the whole model's bytes during a push.
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
+        self._kept: list[int] = []
         self._descriptor: int | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
         """See `BufferSource.take`. Pages cost memory only once written."""
-        if self._buffer.numel() < num_bytes:
-            self.close()
+        if self._keep and self._descriptor is not None:
+            self._kept.append(self._descriptor)
+            self._descriptor = None
+        if self._descriptor is None or self._buffer.numel() < num_bytes:
+            self._forget()
             self._descriptor = os.memfd_create("slimrl-weights", os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, num_bytes)
             self._buffer = torch.from_file(self._path(), shared=True, size=num_bytes, dtype=torch.uint8)
         return self._buffer[:num_bytes]
 
-    def reference(self) -> _Call:
+    def reference(self) -> Reference:
         """See `SharedBuffer.reference`; the receiver needs the same user and process namespace."""
         mapped = functools.partial(torch.from_file, dtype=torch.uint8)
-        return _Call(mapped, (self._path(), True, self._buffer.numel()))
+        return mapped, (self._path(), True, self._buffer.numel())
+
+    def release(self) -> None:
+        """See `SharedBuffer.release`."""
+        while self._kept:
+            os.close(self._kept.pop())
+        if self._keep:
+            self._forget()
 
     def close(self) -> None:
         """See `SharedBuffer.close`."""
+        self.release()
+        self._forget()
+
+    def _forget(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -83,7 +110,7 @@ class CudaSharedBuffer:
     """A fresh device allocation per bucket: an IPC handle may be opened only once by each receiver.
 
     The caching allocator gives the same memory again once the receiver has let go of it, so that at most two
-    buckets' worth is taken.
+    buckets' worth is taken where receivers have read when they answer, and what is right where they read later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,12 +123,15 @@ class CudaSharedBuffer:
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffer
 
-    def reference(self) -> _Call:
+    def reference(self) -> Reference:
         """See `SharedBuffer.reference`; the receiver waits for the work queued here so far."""
         function, arguments = reductions.reduce_tensor(self._buffer)
         named = list(arguments)
         named[_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(self._device).uuid)
-        return _Call(function, named)
+        return function, tuple(named)
+
+    def release(self) -> None:
+        """See `SharedBuffer.release`: nothing is kept here, torch does it for memory that others have open."""
 
     def close(self) -> None:
         """See `SharedBuffer.close`."""
@@ -109,16 +139,26 @@ class CudaSharedBuffer:
         torch.cuda.ipc_collect()
 
 
-def serialize(bucket: Bucket, buffer: SharedBuffer) -> str:
+def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
     """The bucket as SGLang's "flattened_bucket" payload: a pickle in base64 that holds references, no weights.
 
-    Made of classes from torch and the standard library only, which the server's unpickler admits.
+    With several references, which must call the same function, each receiver opens that of its rank in its own
+    torch.distributed world. Made of classes from torch and the standard library only, which the server's unpickler
+    admits.
     """
     payload = {
-        "flattened_tensor": buffer.reference(),
+        "flattened_tensor": _Call(*references[0]) if len(references) == 1 else _of_own_rank(references),
         "metadata": [_metadata(entry) for entry in bucket.entries],
     }
     return base64.b64encode(pickle.dumps(payload)).decode("ascii")
+
+
+def _of_own_rank(references: Sequence[Reference]) -> _Call:
+    """Unpickles as the receiver's own reference, opened; the others stay arguments, because opening them would fail."""
+    function = references[0][0]
+    arguments = [arguments for _, arguments in references]
+    from_own_rank = _Call(itertools.islice, (arguments, _Call(dist.get_rank, ()), None))
+    return _Call(next, (_Call(itertools.starmap, (function, from_own_rank)),))
 
 
 def _metadata(entry: Entry) -> types.SimpleNamespace:

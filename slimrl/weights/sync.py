@@ -1,7 +1,8 @@
 """`WeightUpdater`: brings the trained weights into every inference server under a new version.
 
 Order of a push: servers stop (running requests end, new ones wait) and forget cached keys and values; they take
-all buckets; only when every server has them all, they get the new version and go on, and each must report it.
+all buckets; only when every server has them all, they get the new version and go on, and each must report it. A server
+with pipeline stages is asked for a token then: its later stages read in their own time, and that proves that they have.
 On an error they stay stopped, so that nothing is sampled from half of an update. Collective over all trainer
 ranks, and an error on one rank is raised on all. Called by the train workers.
 """
@@ -23,7 +24,14 @@ from slimrl.weights.equality import check_server, expected_checksums
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import Family, family_for
 from slimrl.weights.hf_files import read_hf_config
-from slimrl.weights.roles import EngineEndpoint, Roles, colocated_roles, partners, split_roles
+from slimrl.weights.roles import (
+    EngineEndpoint,
+    Roles,
+    check_without_stages,
+    colocated_roles,
+    partners,
+    split_roles,
+)
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.transport_disk import DiskTransport
@@ -69,6 +77,9 @@ class Transport(Protocol):
     def send(self, bucket: Bucket, version: str | None) -> None:
         """Returns once the bucket may be overwritten; raises WeightSyncError naming the server that failed."""
 
+    def release(self) -> None:
+        """Gives up what was kept for later pipeline stages of the servers: every one has read it."""
+
     def close(self) -> None:
         """Gives up what stays open between pushes."""
 
@@ -84,11 +95,16 @@ class WeightUpdater:
         transports: Sequence[Transport],
         senders: set[int],
         bucket_bytes: int,
+        with_stages: Sequence[int] = (),
     ) -> None:
-        """`transports` are this rank's own, shared memory first; `senders` are all ranks that have any."""
+        """`transports` are this rank's own, shared memory first; `senders` are all ranks that have any.
+
+        `with_stages` are the numbers of the servers with pipeline stages.
+        """
         self._source = source
         self._servers = servers
         self._engine_sizes = engine_sizes
+        self._with_stages = [servers[number] for number in with_stages]
         self._transports = transports
         self._bucket_bytes = bucket_bytes
         self._everyone = dist.new_group(backend="gloo")
@@ -150,6 +166,7 @@ class WeightUpdater:
         timeout_s: float = TIMEOUT_S,
     ) -> WeightUpdater:
         """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them."""
+        check_without_stages(engines)
         servers, sizes = _connect(engines, timeout_s)
         leads = source.parallel.rank == LEAD
         transports = [DiskTransport(servers, folder, source.parallel.device)] if leads else []
@@ -167,16 +184,18 @@ class WeightUpdater:
         servers, sizes = _connect(engines, timeout_s)
         rank, device = source.parallel.rank, source.parallel.device
         links = []
-        for number, members in roles.sharing.items():
+        for number, suppliers in roles.sharing.items():
             # every rank takes part in making each group, members or not
-            group = dist.new_group(list(members), backend="gloo") if len(members) > 1 else None
+            members = sorted(set(suppliers))
+            group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
             if rank in members:
-                links.append(EngineLink(servers[number], sizes[number], members, group))
+                links.append(EngineLink(servers[number], sizes[number], suppliers, group))
         transports: list[Transport] = [TensorTransport(links, device)] if links else []
         if roles.remote and rank == LEAD:
             remote, remote_sizes = [servers[n] for n in roles.remote], [sizes[n] for n in roles.remote]
             transports.append(DistributedTransport(remote, remote_sizes, device, timeout_s))
-        return cls(source, servers, sizes, transports, roles.senders, bucket_bytes)
+        with_stages = [number for number, engine in enumerate(engines) if engine.has_stages]
+        return cls(source, servers, sizes, transports, roles.senders, bucket_bytes, with_stages)
 
     def push(self, model: nn.Module | Sequence[nn.Module], *, version: str, check_equal: bool = False) -> PushReport:
         """Brings the weights of `model` into every server; collective over all trainer ranks.
@@ -189,6 +208,8 @@ class WeightUpdater:
         self._together(self._begin, lead_only=True)
         sent = self._together(lambda: self._send(model, version))
         self._together(lambda: self._end(version), lead_only=True)
+        for transport in self._transports:
+            transport.release()
         if check_equal:
             self._together(lambda: self._check_equal(model))
         num_bytes, buckets = max(part for part in sent if part is not None)
@@ -204,6 +225,7 @@ class WeightUpdater:
 
     def _end(self, version: str) -> None:
         on_all(self._servers, lambda server: server.end_weight_update(version), "going on with new weights")
+        on_all(self._with_stages, lambda server: server.settle(), "waiting for the later pipeline stages")
         reported = on_all(self._servers, lambda server: server.weight_version(), "asking for the weight version")
         other = {server.url: found for server, found in zip(self._servers, reported, strict=True) if found != version}
         if other:
@@ -297,4 +319,4 @@ class WeightUpdater:
 
 def _connect(engines: Sequence[EngineEndpoint], timeout_s: float) -> tuple[list[ServerControl], list[int]]:
     """A control for each engine, and its tensor-parallel size."""
-    return [SglangServerControl(e.url, timeout_s) for e in engines], [len(e.slots) for e in engines]
+    return [SglangServerControl(e.url, timeout_s) for e in engines], [e.tensor_parallel for e in engines]

@@ -47,5 +47,8 @@ class DiskTransport:
         )
         shutil.rmtree(target)
 
+    def release(self) -> None:
+        """Nothing is kept: servers with pipeline stages are not sent to in this way."""
+
     def close(self) -> None:
         """Nothing stays open between two pushes."""

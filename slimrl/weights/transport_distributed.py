@@ -56,6 +56,9 @@ class DistributedTransport:
         self._wait(work, futures)
         results(self._servers, futures, "updating weights from a broadcast")
 
+    def release(self) -> None:
+        """Nothing is kept: servers with pipeline stages are not sent to in this way."""
+
     def close(self) -> None:
         """Leaves the group; servers that are gone already are passed over."""
         if self._group is not None:

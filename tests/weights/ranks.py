@@ -41,7 +41,9 @@ def push(
     more = (folder,) if way == "disk" else ()
     updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     try:
-        report = updater.push(built, version=version, check_equal=True)
+        # servers report the checksums of their first pipeline stage only
+        check_equal = not any(engine.has_stages for engine in engines)
+        report = updater.push(built, version=version, check_equal=check_equal)
         return report.bytes, report.buckets
     except WeightSyncError as error:
         return str(error)

@@ -33,6 +33,9 @@ class RecordingServer:
         self.calls.append(f"end {version}")
         self.version = version
 
+    def settle(self) -> None:
+        self.calls.append("settle")
+
     def weight_version(self) -> str:
         return self._reports or self.version
 

@@ -51,6 +51,19 @@ def servers(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
+def staged(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server of two pipeline stages of one rank each."""
+    options = {**SERVER_OPTIONS, "pp_size": 2}
+    server = ServerProcess(folders[0], log_path=tmp_path_factory.mktemp("staged") / "log", options=options)
+    try:
+        server.start()
+        server.wait_ready(120)
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[RankPool]:
     with RankPool(1) as pool:
         yield pool
@@ -115,6 +128,21 @@ def test_colocated_engines_serve_the_new_weights(
     assert all(num_bytes == whole_model_bytes(folder) and buckets > 5 for num_bytes, buckets in results), results
     for engine in engines:
         assert_serves(engine.url, folder, version)
+
+
+@pytest.mark.parametrize(
+    ("version", "world", "nodes"),
+    [
+        ("1", 1, None),  # one trainer rank serves both stages
+        ("2", 2, ("a", "b")),  # each stage is on the node of another trainer rank, whose memory it opens
+    ],
+)
+def test_pipeline_stages_serve_the_new_weights(version, world, nodes, staged, folders, one_rank, two_ranks, tmp_path):
+    folder = folders[int(version)]
+    engine = EngineEndpoint(staged, [0, 1], nodes=nodes, tensor_parallel_size=1)
+    results = push(one_rank if world == 1 else two_ranks, 1, folder, [engine], "colocated", version, tmp_path)
+    assert all(num_bytes == whole_model_bytes(folder) and buckets > 5 for num_bytes, buckets in results), results
+    assert_serves(staged, folder, version)
 
 
 @pytest.mark.parametrize(("way", "version"), [("split", "5"), ("disk", "6")])

@@ -2,11 +2,20 @@
 
 import pytest
 
-from slimrl.weights.roles import EngineEndpoint, colocated_roles, partners, split_roles
+from slimrl.weights.roles import EngineEndpoint, check_without_stages, colocated_roles, partners, split_roles
 
 
-def engines(*slots: list[int]) -> list[EngineEndpoint]:
-    return [EngineEndpoint(f"http://e{number}", own) for number, own in enumerate(slots)]
+def engines(*slots: list[int], per_node: int | None = None, tensor_parallel: int | None = None) -> list[EngineEndpoint]:
+    """Engines on these slots; `per_node` slots lie on each node, None: one machine."""
+    return [
+        EngineEndpoint(
+            f"http://e{number}",
+            own,
+            nodes=None if per_node is None else [f"node {slot // per_node}" for slot in own],
+            tensor_parallel_size=tensor_parallel,
+        )
+        for number, own in enumerate(slots)
+    ]
 
 
 @pytest.mark.parametrize("host_memory", [True, False])
@@ -22,7 +31,7 @@ def test_every_gpu_of_a_wide_engine_is_served_by_its_own_rank():
 
 def test_one_rank_serves_a_whole_engine_through_host_memory():
     roles = colocated_roles(engines([0, 1], [2, 3]), 4, host_memory=True)
-    assert roles.sharing == {0: (0,), 1: (2,)} and roles.senders == {0, 2}
+    assert roles.sharing == {0: (0, 0), 1: (2, 2)} and roles.senders == {0, 2}
 
 
 def test_an_engine_without_a_trainer_on_its_slots_is_served_by_rank_0():
@@ -34,6 +43,41 @@ def test_an_engine_without_a_trainer_on_its_slots_is_served_by_rank_0():
 def test_a_gpu_that_would_be_source_and_receiver_of_a_broadcast_is_refused():
     with pytest.raises(ValueError, match=r"http://e0 has slots \[0, 1\] and the trainer has 1"):
         colocated_roles(engines([0, 1]), 1, host_memory=False)
+
+
+def test_over_nodes_every_gpu_is_served_by_its_own_rank_and_host_memory_by_one_rank_per_node():
+    over_nodes = engines([0, 1, 2, 3], [4, 5, 6, 7], per_node=2)
+    on_gpu = colocated_roles(over_nodes, 8, host_memory=False)
+    assert on_gpu.sharing == {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+    on_host = colocated_roles(over_nodes, 8, host_memory=True)
+    assert on_host.sharing == {0: (0, 0, 2, 2), 1: (4, 4, 6, 6)} and on_host.senders == {0, 2, 4, 6}
+
+
+def test_host_memory_is_not_opened_on_another_node():
+    # 3 training slots on nodes of 2: the second engine has rank 2 on its node, the third has nobody there
+    roles = colocated_roles(engines([0, 1], [2, 3], [4, 5], per_node=2), 3, host_memory=True)
+    assert roles.sharing == {0: (0, 0), 1: (2, 2)} and roles.remote == (2,) and roles.senders == {0, 2}
+    # an engine over both nodes of which one has no trainer
+    roles = colocated_roles(engines([0, 1, 2, 3], per_node=2), 2, host_memory=True)
+    assert not roles.sharing and roles.remote == (0,) and roles.senders == {0}
+
+
+def test_an_engine_beside_rank_0_on_its_node_is_served_by_it():
+    roles = colocated_roles(engines([0], [1], [2], per_node=2), 1, host_memory=True)
+    assert roles.sharing == {0: (0,), 1: (0,)} and roles.remote == (2,)
+
+
+def test_ranks_of_pipeline_stages_are_served_like_others_and_never_by_broadcast():
+    staged = engines([0, 1, 2, 3], tensor_parallel=2)
+    assert staged[0].has_stages and not engines([0, 1])[0].has_stages
+    assert colocated_roles(staged, 4, host_memory=False).sharing == {0: (0, 1, 2, 3)}
+    for refused in (
+        lambda: split_roles(staged),
+        lambda: colocated_roles(engines([0], [1, 2], tensor_parallel=1), 1, host_memory=False),
+        lambda: check_without_stages(staged),
+    ):
+        with pytest.raises(ValueError, match=r"http://e\d has pipeline stages, which take weights only from trainers"):
+            refused()
 
 
 def test_split_placement_sends_everything_from_rank_0():

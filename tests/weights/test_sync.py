@@ -49,12 +49,15 @@ def random_model(seed: int) -> nn.Module:
     return named_module(tensors, SHAPE.num_layers)
 
 
-def updater_for(*servers: RecordingServer, bucket_bytes: int = 4096, transport=None) -> WeightUpdater:
+def updater_for(
+    *servers: RecordingServer, bucket_bytes: int = 4096, transport=None, with_stages: tuple[int, ...] = ()
+) -> WeightUpdater:
     groups = {f"{axis}_group": dist.group.WORLD for axis in ("tp", "pp", "ep", "etp")}
     parallel = types.SimpleNamespace(rank=0, world_size=1, device=CPU, **groups)
     transport = transport or TensorTransport([EngineLink(server, 1, (0,), None) for server in servers], CPU)
     sizes = [1] * len(servers)
-    return WeightUpdater(ModelSource(SHAPE, FAMILY, parallel), servers, sizes, [transport], {0}, bucket_bytes)
+    source = ModelSource(SHAPE, FAMILY, parallel)
+    return WeightUpdater(source, servers, sizes, [transport], {0}, bucket_bytes, with_stages)
 
 
 def test_every_server_gets_every_tensor_and_then_the_version():
@@ -71,6 +74,22 @@ def test_every_server_gets_every_tensor_and_then_the_version():
     # embedding 64x8, per layer: q 8x8, k and v 4x8, o 8x8, gate, up and down 32x8, norms 8+8+2+2, final norm 8
     assert report.bytes == 4 * (512 + 2 * (64 + 32 + 32 + 64 + 3 * 256 + 20) + 8)
     assert report.buckets == 3 and report.seconds > 0
+
+
+def test_a_server_with_pipeline_stages_is_waited_for_before_memory_is_given_up():
+    class ReleasingTransport(TensorTransport):
+        def release(self):
+            staged.calls.append("released")
+            super().release()
+
+    plain, staged = RecordingServer("http://a"), RecordingServer("http://b")
+    links = [EngineLink(plain, 1, (0,), None), EngineLink(staged, 1, (0, 0), None)]
+    report = updater_for(plain, staged, transport=ReleasingTransport(links, CPU), with_stages=(1,)).push(
+        random_model(1), version="3"
+    )
+    assert staged.calls == ["begin", *["update"] * report.buckets, "end 3", "settle", "released"]
+    assert "settle" not in plain.calls
+    assert sorted(staged.tensors) == sorted(FAMILY.hf_names(SHAPE))
 
 
 def test_the_next_push_brings_the_next_weights():

@@ -1,0 +1,78 @@
+"""Buckets in shared memory: who opens which, and for how long they stay."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slimrl.weights.buckets import Bucket, iter_buckets
+from slimrl.weights.shared_memory import HostSharedBuffer, Reference, serialize
+from slimrl.weights.transport_tensor import EngineLink
+
+
+def bucket_of(buffer: HostSharedBuffer, value: float) -> Bucket:
+    (bucket,) = iter_buckets(iter([("w", torch.full((4,), value))]), 1024, buffer)
+    return bucket
+
+
+def opened(payload: str) -> list[float]:
+    flat = pickle.loads(base64.b64decode(payload))["flattened_tensor"]
+    return flat[:16].view(torch.float32).tolist()
+
+
+@pytest.fixture
+def one_rank_world(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_of_several_references_a_receiver_opens_its_own_alone(one_rank_world):
+    buffer = HostSharedBuffer()
+    bucket = bucket_of(buffer, 3.0)
+    own: Reference = buffer.reference()
+    elsewhere: Reference = (own[0], ("/proc/0/fd/0", True, own[1][2]))  # a file that cannot be opened here
+    assert opened(serialize(bucket, [own, elsewhere])) == [3.0] * 4
+    with pytest.raises(RuntimeError, match="/proc/0/fd/0"):
+        opened(serialize(bucket, [elsewhere, own]))
+    assert opened(serialize(bucket, [own])) == [3.0] * 4
+    buffer.close()
+
+
+def test_one_supplier_gives_every_rank_of_every_stage_the_same_payload():
+    buffer = HostSharedBuffer()
+    bucket = bucket_of(buffer, 5.0)
+    link = EngineLink(server=None, tensor_parallel_size=2, suppliers=(0, 0, 0, 0), group=None)
+    payloads = link.payloads(bucket, buffer.reference())
+    assert link.has_stages and [opened(payload) for payload in payloads] == [[5.0] * 4] * 2
+    buffer.close()
+
+
+def test_the_memory_of_a_bucket_is_used_again():
+    buffer = HostSharedBuffer()
+    first = serialize(bucket_of(buffer, 1.0), [buffer.reference()])
+    bucket_of(buffer, 2.0)
+    assert opened(first) == [2.0] * 4
+    buffer.close()
+
+
+def test_kept_buckets_stay_as_they_are_until_they_are_released():
+    before = set(os.listdir("/proc/self/fd"))
+    buffer = HostSharedBuffer(keep=True)
+    payloads = [serialize(bucket_of(buffer, value), [buffer.reference()]) for value in (1.0, 2.0, 3.0)]
+    assert [opened(payload) for payload in payloads] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
+    buffer.release()
+    assert set(os.listdir("/proc/self/fd")) == before
+    for payload in payloads:
+        with pytest.raises(RuntimeError):
+            opened(payload)
+    # and again, for the next push
+    assert opened(serialize(bucket_of(buffer, 4.0), [buffer.reference()])) == [4.0] * 4
+    buffer.close()
+    assert set(os.listdir("/proc/self/fd")) == before
