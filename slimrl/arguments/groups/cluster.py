@@ -22,9 +22,11 @@ class ClusterArguments:
         at_least=1,
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "slots of one SGLang engine, its tensor parallel size (count)", at_least=1
+        1, "slots of one SGLang engine: its tensor parallel size x --sglang-pp-size (count)", at_least=1
     )
-    num_gpus_per_node: int = flag(8, "slots a node has (count); an engine never spans nodes", at_least=1)
+    num_gpus_per_node: int = flag(
+        8, "slots a node has (count); an engine that needs more takes whole nodes", at_least=1
+    )
     colocate: bool = flag(False, "train and generate on the same slots; without it each side has its own")
     offload: bool = flag(
         False,
