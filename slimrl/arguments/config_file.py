@@ -1,15 +1,15 @@
 """Reads --custom-config-path: a YAML mapping of flags, checked like the words of the command line.
 
-A key is a flag with or without its dashes ("lr", "rollout_batch_size", "--sglang-mem-fraction-static") or the
-attribute it sets ("rewards_normalization"). What it gives wins over the command line. Settings of the user's own hooks
-stand under `custom` and reach them as `args.custom`; any other key is a problem.
+A key is a flag with or without its dashes ("lr", "rollout_batch_size", "--sglang-mem-fraction-static",
+"disable_rewards_normalization") or the attribute it sets ("rewards_normalization"). What it gives wins over the command
+line. Settings of the user's own hooks stand under `custom` and reach them as `args.custom`; any other key is a problem.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from slimrl.arguments.problem import Problem, ended
 from slimrl.arguments.yaml_file import read_yaml
 
 _OWN = "custom"
+_THIS_FILE = "custom_config_path"
 
 
 def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughTables) -> ParsedLine:
@@ -32,32 +33,49 @@ def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughT
     except (OSError, ValueError) as error:
         _complain(parsed, path, str(error))
         return parsed
-    by_key = {spec.dest: spec for spec in specs}
-    by_key |= {name.removeprefix("--").replace("-", "_"): spec for spec in specs for name in spec.on}
-    words: list[str] = []
+    by_key = _specs_by_key(specs)
+    passed: dict[str, Any] = {}
     for key, value in mapping.items():
         plain = str(key).removeprefix("--").replace("-", "_")
-        if plain == _OWN and isinstance(value, dict):
-            parsed.values[_OWN] = value
+        if plain == _OWN:
+            _take_own(value, path, parsed)
+        elif plain == _THIS_FILE:
+            _complain(parsed, path, f"{key} cannot name another file from within one: put its flags in here")
         elif plain in by_key:
-            _take(by_key[plain], key, value, path, parsed)
+            _take(*by_key[plain], key, value, path, parsed)
         elif plain.split("_")[0] in passthrough:
-            words += _as_words(plain, value)
+            passed[plain] = value
         else:
             _complain(parsed, path, _unknown(str(key), plain, by_key))
-    if words:
-        passed = parse_line(words, specs, passthrough)
-        for prefix, options in passed.options.items():
-            parsed.options[prefix] |= options
-        for problem in passed.problems:
-            _complain(parsed, path, problem.sentence.removesuffix("."))
+    _pass_through(passed, path, specs, passthrough, parsed)
     return parsed
 
 
-def _take(spec: FlagSpec, key: Any, value: Any, path: str, parsed: ParsedLine) -> None:
+def _specs_by_key(specs: list[FlagSpec]) -> dict[str, tuple[FlagSpec, bool]]:
+    """Each flag by its attribute and its spellings, and whether the spelling means the attribute or its opposite."""
+
+    def plain(names: Iterable[str]) -> list[str]:
+        return [name.removeprefix("--").replace("-", "_") for name in names]
+
+    by_key = {name: (spec, False) for spec in specs for name in plain(spec.off)}
+    return by_key | {name: (spec, True) for spec in specs for name in [spec.dest, *plain(spec.on)]}
+
+
+def _take_own(value: Any, path: str, parsed: ParsedLine) -> None:
+    if isinstance(value, dict):
+        parsed.values[_OWN] = value
+    else:
+        _complain(parsed, path, f"{_OWN} must be a mapping of your own settings, each with a name")
+
+
+def _take(spec: FlagSpec, straight: bool, key: Any, value: Any, path: str, parsed: ParsedLine) -> None:
     """One flag's value, of the type that the command line would have made of it."""
+    if spec.dest in parsed.values or spec.dest in parsed.broken:
+        _complain(parsed, path, f"{key} stands there twice, in two spellings: keep one of them")
+        return
     try:
-        parsed.values[spec.dest] = _value(spec, value)
+        read = _value(spec, value)
+        parsed.values[spec.dest] = read if straight else not read
     except ValueError as error:
         shown = json.dumps(value, default=str)
         _complain(parsed, path, f"{key}: {shown} {error}")
@@ -71,27 +89,48 @@ def _value(spec: FlagSpec, value: Any) -> Any:
         if isinstance(value, bool):
             return value
         raise ValueError("is neither true nor false")
-    if isinstance(value, bool) or value is None:
-        raise ValueError(f"is not what {spec.name} takes")
     if spec.value_type is dict:
         return spec.convert(value if isinstance(value, str) else json.dumps(value))
-    if spec.many:
-        return [spec.convert(str(item)) for item in (value if isinstance(value, list) else [value])]
-    if isinstance(value, list) and spec.parse is None:
+    items = value if spec.many and isinstance(value, list) else [value]
+    if isinstance(value, list) and spec.parse is None and not spec.many:
         raise ValueError("is a list, and one value is wanted")
-    return spec.convert(str(value))
+    if any(item is None or isinstance(item, bool | dict) for item in items) or (
+        spec.parse is None and any(isinstance(item, list) for item in items)
+    ):
+        raise ValueError(f"is not what {spec.name} takes")
+    if len(items) < spec.least:
+        raise ValueError("is empty, and a value is wanted")
+    converted = [spec.convert(str(item)) for item in items]
+    return converted if spec.many else converted[0]
 
 
-def _as_words(key: str, value: Any) -> list[str]:
-    flag = "--" + key.replace("_", "-")
-    if isinstance(value, bool):
-        return [flag] if value else []
-    items = value if isinstance(value, list) else [value]
-    return [flag, *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
+def _pass_through(
+    given: Mapping[str, Any], path: str, specs: list[FlagSpec], passthrough: PassthroughTables, parsed: ParsedLine
+) -> None:
+    """The engines' flags, read as on the command line; `false` takes a switch back that the command line sets."""
+    on: list[str] = []
+    off: list[str] = []
+    for key, value in given.items():
+        flag = "--" + key.replace("_", "-")
+        if value is None:
+            _complain(parsed, path, f"{key}: null is no value: give one, or leave {key} out")
+        elif isinstance(value, bool):
+            (on if value else off).append(flag)
+        else:
+            items = value if isinstance(value, list) else [value]
+            on += [flag, *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
+    for words, is_on in ((on, True), (off, False)):
+        if not words:
+            continue
+        read = parse_line(words, specs, passthrough)
+        for prefix, options in read.options.items():
+            parsed.options[prefix] |= options if is_on else {dest: not value for dest, value in options.items()}
+        for problem in read.problems:
+            _complain(parsed, path, problem.sentence.removesuffix("."))
 
 
-def _unknown(key: str, plain: str, known: Mapping[str, FlagSpec]) -> str:
-    nearest = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
+def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.6)
     mend = f"did you mean {nearest[0]}?" if nearest else "docs/flags.md has them all"
     return f"{key} is no flag: put settings of your own hooks under {_OWN}; {mend}"
 

@@ -84,7 +84,13 @@ def _value(spec: FlagSpec) -> str:
 
 
 def _limits(bounds: Bounds) -> Iterator[str]:
-    for sign, limit in (("≥", bounds.at_least), (">", bounds.above), ("≤", bounds.at_most), ("<", bounds.below)):
+    for sign, limit in (
+        ("≥", bounds.at_least),
+        (">", bounds.above),
+        ("≤", bounds.at_most),
+        ("<", bounds.below),
+        ("≠", bounds.other_than),
+    ):
         if limit is not None:
             yield f"{sign} {limit:g}"
 

@@ -23,7 +23,7 @@ _BOUNDS = {
     "n_samples_per_eval_prompt": Bounds(at_least=1),
     "temperature": Bounds(at_least=0),
     "top_p": Bounds(above=0, at_most=1),
-    "top_k": Bounds(at_least=-1),
+    "top_k": Bounds(at_least=-1, other_than=0),
     "max_response_len": Bounds(at_least=1),
     "max_prompt_len": Bounds(at_least=1),
     "max_context_len": Bounds(at_least=2),
@@ -52,7 +52,7 @@ def _entries(root: Any, complaints: list[str]) -> list[dict[str, Any]]:
         complaints.append(f"{key!r} means nothing beside datasets and defaults: remove it, or move it under defaults")
     datasets, defaults = root.get("datasets"), root.get("defaults") or {}
     if isinstance(datasets, dict):
-        datasets = [{"name": name, **(entry or {})} for name, entry in datasets.items()]
+        datasets = [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in datasets.items()]
     if not isinstance(datasets, list) or not datasets:
         raise ValueError("datasets must list at least one set with name and path")
     if not isinstance(defaults, dict):

@@ -19,12 +19,13 @@ _METADATA_KEY = "flag"
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The range of a number; None is open."""
+    """The range of a number, less one value within it; None is open."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    other_than: float | None = None
 
     def check(self, value: Any) -> None:
         """Raises ValueError whose text completes the sentence "<flag> <value> ..."."""
@@ -36,6 +37,8 @@ class Bounds:
             raise ValueError(f"is too large: it must be at most {self.at_most:g}")
         if self.below is not None and value >= self.below:
             raise ValueError(f"is too large: it must be below {self.below:g}")
+        if self.other_than is not None and value == self.other_than:
+            raise ValueError("means nothing here: give another number, or leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,8 @@ class FlagSpec:
 
     def convert(self, text: str) -> Any:
         """`text` as a value of this flag. Raises ValueError whose text completes the sentence "<flag> <text> ..."."""
+        if text == "" and self.default != "":
+            raise ValueError("is empty, perhaps by an unset variable: give a value, or leave it out")
         value = (self.parse or _CONVERTERS[self.value_type])(text)
         self.check(value)
         return value
@@ -101,6 +106,7 @@ def flag(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    other_than: float | None = None,
     parse: Callable[[str], Any] | None = None,
     not_served: str | None = None,
     served: Sequence[Any] = (),
@@ -109,7 +115,7 @@ def flag(
 
     `spellings` are further names of the same flag, `off` are names that set a switch to False; with `only_off` the
     switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more,
-    `nargs="*"` any number. The next four bound a number. `parse` reads one word where the type alone does not say
+    `nargs="*"` any number. The next five bound a number. `parse` reads one word where the type alone does not say
     how; it raises ValueError worded as in `FlagSpec.convert`. `not_served` marks a flag that users of other systems
     know and of which only the default and the values in `served` work here: it says what to use instead.
     """
@@ -122,7 +128,7 @@ def flag(
             "spellings": tuple(spellings),
             "off": tuple(off),
             "only_off": only_off,
-            "bounds": Bounds(at_least, above, at_most, below),
+            "bounds": Bounds(at_least, above, at_most, below, other_than),
             "parse": parse,
             "not_served": not_served,
             "served": tuple(served),

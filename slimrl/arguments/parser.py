@@ -128,7 +128,7 @@ def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, An
         try:
             values.append(target.convert(word))
         except ValueError as error:
-            parsed.problems.append(Problem(name, f"{name} {word} {error}."))
+            parsed.problems.append(Problem(name, f"{name} {word or repr(word)} {error}."))
             parsed.broken.add(target.dest)
             return
     into[target.dest] = values if as_list else values[0] if values else None

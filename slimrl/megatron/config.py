@@ -167,7 +167,6 @@ _NEED_TRANSFORMER_ENGINE = (
     "moe_shared_expert_overlap",
     "use_te_activation_func",
     "use_fused_weighted_squared_relu",
-    "tp_comm_overlap",
 )
 
 

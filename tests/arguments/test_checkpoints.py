@@ -95,6 +95,23 @@ def test_a_tracker_that_names_nothing_is_an_error(recipe, latest, sentence):
     assert sentences(recipe.line()) == [sentence.format(dir=recipe.dir)]
 
 
+def test_a_tracker_that_is_not_text_is_an_error(recipe):
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
+    for content in (b"\xff1", "\u00b2".encode()):
+        (recipe.dir / "ckpt" / "latest_checkpointed_iteration.txt").write_bytes(content)
+        assert "neither release nor a number" in sentences(recipe.line())[0]
+
+
+def test_one_iteration_by_its_path_and_another_by_its_number_contradict(recipe):
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000019", "iter_0000039", latest="39")
+    folder = recipe.dir / "ckpt" / "iter_0000019"
+    (folder / "metadata.json").touch()
+    assert sentences(recipe.line(f"--load {folder} --ckpt-step 39")) == [
+        f"--ckpt-step 39 chooses an iteration and --load {folder} is one already: drop it."
+    ]
+    assert sentences(recipe.line(f"--load {folder} --ckpt-step 19")) == []
+
+
 def test_iterations_without_a_tracker_are_an_error(recipe):
     (recipe.dir / "ckpt" / "iter_0000001").mkdir(parents=True)
     assert sentences(recipe.line()) == [

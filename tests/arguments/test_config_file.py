@@ -9,7 +9,11 @@ import pytest
 from slimrl.arguments import PassthroughFlag, read_args
 from tests.arguments.conftest import Recipe
 
-TABLES = {"sglang": lambda: {"mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float)}}
+SERVER = {
+    "mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float),
+    "enable-metrics": PassthroughFlag("enable_metrics", action="store_true"),
+}
+TABLES = {"sglang": lambda: SERVER}
 
 
 def read(recipe: Recipe, text: str, more: str = "", name: str = "custom.yaml") -> tuple[object, list[str]]:
@@ -40,6 +44,23 @@ def test_every_kind_of_value_is_read(recipe: Recipe):
     assert args.custom == {"my_weight": 3}
 
 
+def test_a_switch_is_named_by_its_spelling_or_by_what_it_sets(recipe: Recipe):
+    args, problems = read(recipe, "disable_grpo_std_normalization: true\n--no-offload-train: true\nuse-tis: false\n")
+    assert problems == []
+    assert (args.grpo_std_normalization, args.offload_train, args.use_tis) == (False, False, False)
+
+
+def test_the_file_takes_an_engines_switch_back(recipe: Recipe):
+    args, problems = read(recipe, "sglang_enable_metrics: false\n", "--sglang-enable-metrics")
+    assert problems == []
+    assert args.sglang_options == {"enable_metrics": False}
+
+
+def test_a_json_file_may_not_name_a_flag_twice(recipe: Recipe):
+    _, problems = read(recipe, '{"lr": 1e-6, "lr": 2e-6}', name="custom.json")
+    assert problems == ["--custom-config-path FILE: lr stands there twice: keep one of them."]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -50,6 +71,16 @@ def test_every_kind_of_value_is_read(recipe: Recipe):
         ("num_layers: true", "num_layers: true is not what --num-layers takes."),
         ("- 1", "the file must hold a mapping of flags to values."),
         ("a: [", "the file is not YAML"),
+        ("rollout_stop: [[a]]", 'rollout_stop: [["a"]] is not what --rollout-stop takes.'),
+        ("eval_prompt_data: {a: b}", 'eval_prompt_data: {"a": "b"} is not what --eval-prompt-data takes.'),
+        ("eval_prompt_data: []", "eval_prompt_data: [] is empty, and a value is wanted."),
+        ("lr: 1e-6\nlr: 2e-6", "lr stands there twice: keep one of them."),
+        ("custom: {a: 1, a: 2}", "a stands there twice: keep one of them."),
+        ("lr: 1e-6\n--lr: 2e-6", "--lr stands there twice, in two spellings: keep one of them."),
+        ("custom: 3", "custom must be a mapping of your own settings, each with a name."),
+        ("custom_config_path: b.yaml", "custom_config_path cannot name another file from within one"),
+        ("sglang_mem_fraction_static: null", "sglang_mem_fraction_static: null is no value: give one"),
+        ("sglang_mem_fraction_static: false", "--sglang-mem-fraction-static wants a value and none is given"),
         ("sglang_mem_fraction: 1", "unknown flag --sglang-mem-fraction: did you mean --sglang-mem-fraction-static?"),
     ],
 )

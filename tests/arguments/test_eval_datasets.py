@@ -91,6 +91,11 @@ def test_datasets_may_be_a_mapping_without_eval_around_it_and_json(config):
             "datasets: [{{name: a, path: p, top_p: 2}}]",
             "set 1 (a) has top_p 2, which is too large: it must be at most 1",
         ),
+        (
+            "datasets: [{{name: a, path: p, top_k: 0}}]",
+            "set 1 (a) has top_k 0, which means nothing here: give another number, or leave it out",
+        ),
+        ("datasets: {{a: train.jsonl}}", "set 1 must be a mapping with at least name and path"),
         ("datasets: [{{name: a, path: p, top_k: x}}]", "set 1 (a) has top_k 'x', which is not of type int"),
         (
             "datasets: [{{name: a, path: p, stop: x}}]",

@@ -94,11 +94,21 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--eps-clip-c 1.2",
                 "--eps-clip-c 1.2 is not above 1 + --eps-clip-high = 1.28: raise it, or leave it out.",
-            )
+            ),
+            (
+                "--advantage-estimator cispo --eps-clip-c 3",
+                "--eps-clip-c 3 bounds a loss that --advantage-estimator cispo does not have (its weights are bounded"
+                " by --eps-clip-high already): leave it out.",
+            ),
         ],
     ),
     "schedule_is_complete": (
-        ["--lr-warmup-iters 5 --lr-decay-iters 6", "--min-lr 1e-6"],
+        [
+            "--lr-warmup-iters 5 --lr-decay-iters 6",
+            "--min-lr 1e-6",
+            "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-wsd-decay-style linear",
+            "--decoupled-lr 1e-5 --decoupled-min-lr 1e-6",
+        ],
         [
             ("--min-lr 1e-5", "--min-lr 1e-05 is above --lr 1e-06: lower it."),
             ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 is above --lr 1e-06: lower it."),
@@ -109,6 +119,18 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--lr-warmup-iters 5 --lr-decay-iters 5",
                 "--lr-warmup-iters 5 is not below --lr-decay-iters 5: the decay begins after the warm-up.",
+            ),
+            (
+                "--lr-decay-style WSD",
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters: give the optimizer steps of the decay at the end.",
+            ),
+            (
+                "--lr-wsd-decay-iters 9",
+                "--lr-wsd-decay-iters 9 belongs to --lr-decay-style WSD: add it, or leave --lr-wsd-decay-iters out.",
+            ),
+            (
+                "--decoupled-min-lr 1e-7",
+                "--decoupled-min-lr 1e-07 belongs to --decoupled-lr: add it, or leave --decoupled-min-lr out.",
             ),
         ],
     ),

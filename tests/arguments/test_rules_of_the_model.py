@@ -97,11 +97,19 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "experts_divide_over_slots": (
-        [f"{EXPERTS} --expert-model-parallel-size 8", f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"],
+        [
+            f"{EXPERTS} --expert-model-parallel-size 8",
+            f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel",
+            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        ],
         [
             (
                 "--expert-model-parallel-size 2",
                 "--expert-model-parallel-size 2 shares experts and the model has none: leave it out.",
+            ),
+            (
+                "--expert-tensor-parallel-size 4",
+                "--expert-tensor-parallel-size 4 shares the matrices of experts and the model has none: leave it out.",
             ),
             (
                 f"{EXPERTS} --expert-model-parallel-size 3",
@@ -245,13 +253,22 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "few_bits_have_their_kernels": (
-        ["", "--bf16"],
+    "few_bits_have_their_kernels": (["", "--bf16"], []),
+    "formats_have_their_settings": (
+        [
+            "--fp8-margin 0",
+            "--fp16 --initial-loss-scale 4096 --hysteresis 3",
+            "--bf16 --fp8-format e4m3 --fp8-param-gather --no-fp8-wgrad --activation-func-fp8-input-store",
+            "--bf16 --fp4-format e2m1 --fp4-param-gather",
+        ],
         [
             (
                 "--bf16 --fp8-param-gather",
                 "--fp8-param-gather belongs to --fp8-format: add it, or leave --fp8-param-gather out.",
-            )
+            ),
+            ("--no-fp8-wgrad", "--no-fp8-wgrad belongs to --fp8-format: add it, or leave --no-fp8-wgrad out."),
+            ("--bf16 --loss-scale 8", "--loss-scale belongs to --fp16: add it, or leave --loss-scale out."),
+            ("--fp4-param", "--fp4-param-gather belongs to --fp4-format: add it, or leave --fp4-param-gather out."),
         ],
     ),
 }

@@ -149,6 +149,15 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "worker_environment_is_text": (
+        ['--train-env-vars {{"NCCL_DEBUG":"INFO"}}'],
+        [
+            (
+                '--train-env-vars {{"OMP_NUM_THREADS":4}}',
+                '--train-env-vars has OMP_NUM_THREADS 4, which is not text: write "OMP_NUM_THREADS": "4".',
+            )
+        ],
+    ),
     "async_is_split": (
         ["--update-weights-interval 1"],
         [
@@ -348,3 +357,20 @@ def test_an_empty_data_file_and_a_broken_first_row_are_refused(recipe):
     (recipe.dir / "train.jsonl").write_text("{oops\n")
     (problem,) = read_args(recipe.line())[1]
     assert "has a first row that is not JSON" in str(problem)
+
+
+def test_data_that_is_not_utf_8_is_refused(recipe):
+    path = recipe.dir / "latin.jsonl"
+    path.write_bytes('{"prompt": "é", "label": 1}\n'.encode("latin-1"))
+    _, problems = read_args(recipe.line(f"--prompt-data {path}"))
+    assert len(problems) == 1
+    assert str(problems[0]).startswith(f"--prompt-data {path} cannot be read as UTF-8 text (")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null"])
+def test_a_config_json_that_holds_no_object_is_refused(recipe, content):
+    (recipe.dir / "hf" / "config.json").write_text(content)
+    _, problems = read_args(recipe.line())
+    assert [str(problem) for problem in problems] == [
+        f"--hf-checkpoint: {recipe.dir}/hf/config.json is not a JSON object: copy the model again."
+    ]

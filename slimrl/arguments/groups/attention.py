@@ -36,10 +36,16 @@ class AttentionArguments:
         not_served="no family here normalises queries and keys that way; use --qk-layernorm where the model has it",
     )
     qk_clip: bool = flag(
-        False, "scale down query and key weights whose logits grow", not_served="it belongs to the Muon optimizer"
+        False,
+        "scale down query and key weights whose logits grow",
+        not_served="it belongs to the Muon optimizer; leave it out",
     )
-    qk_clip_alpha: float = flag(0.5, "balance of --qk-clip between queries and keys", at_least=0, at_most=1)
-    qk_clip_threshold: float = flag(100.0, "largest attention logit of --qk-clip", above=0)
+    qk_clip_alpha: float = flag(
+        0.5, "balance of --qk-clip between queries and keys", not_served="it belongs to --qk-clip; leave it out"
+    )
+    qk_clip_threshold: float = flag(
+        100.0, "largest attention logit of --qk-clip", not_served="it belongs to --qk-clip; leave it out"
+    )
     log_max_attention_logit: bool = flag(
         False, "log the largest attention logit", not_served="it is not logged in this version; leave it out"
     )

@@ -35,7 +35,11 @@ class CheckpointArguments:
         None, "save every that many rollouts, and after the last (only after the last)", at_least=1
     )
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
-    no_save_rng: bool = flag(False, "leave the random number generators' state out of checkpoints")
+    no_save_rng: bool = flag(
+        False,
+        "leave the random number generators' state out of checkpoints",
+        not_served="a few kilobytes that are always saved; use --no-load-rng where they are not wanted",
+    )
     async_save: bool = flag(
         False, "write checkpoints while training goes on", not_served="a checkpoint is complete before training goes on"
     )

@@ -30,7 +30,7 @@ class EvalArguments:
     eval_reward_key: str | None = flag(None, "entry of a reward that is a dict (--reward-key)")
     eval_temperature: float | None = flag(None, "sampling temperature, 0 is greedy (--rollout-temperature)", at_least=0)
     eval_top_p: float | None = flag(None, "nucleus probability (--rollout-top-p)", above=0, at_most=1)
-    eval_top_k: int | None = flag(None, "likeliest tokens kept, -1 is all (--rollout-top-k)", at_least=-1)
+    eval_top_k: int | None = flag(None, "likeliest tokens kept, -1 is all (--rollout-top-k)", at_least=-1, other_than=0)
     eval_max_response_len: int | None = flag(None, "longest response (tokens; --rollout-max-response-len)", at_least=1)
     eval_max_prompt_len: int | None = flag(None, "leave out longer prompts (tokens; no limit)", at_least=1)
     eval_max_context_len: int | None = flag(

@@ -58,7 +58,11 @@ class GradientArguments:
         not_served="losses are divided by the number of tokens or samples of the step; leave it out",
     )
     gradient_reduce_div_fusion: bool = flag(
-        True, "divide gradients apart from the reduction", only_off=True, off=("--no-gradient-reduce-div-fusion",)
+        True,
+        "divide gradients apart from the reduction",
+        only_off=True,
+        off=("--no-gradient-reduce-div-fusion",),
+        not_served=_FSDP,
     )
     check_for_large_grads: bool = flag(
         False,

@@ -11,6 +11,8 @@ from slimrl.arguments.flag import flag
 
 _GRAPHS = "CUDA graphs want inputs of one size and packed batches vary; leave it out"
 _INFERENCE = "generation is done by SGLang; leave it out"
+_TP_OVERLAP = "its buffers are made by Megatron-LM's own start-up, which is not used here; leave it out"
+_OF_TP_OVERLAP = "it belongs to --tp-comm-overlap; leave it out"
 
 
 @dataclasses.dataclass
@@ -77,30 +79,63 @@ class KernelArguments:
         "wait for the input gradient's reduction before the weight gradient",
         only_off=True,
         off=("--no-async-tensor-model-parallel-allreduce",),
+        not_served="megatron-core overlaps the two always; leave it out",
     )
-    tp_comm_overlap: bool = flag(False, "overlap tensor parallel communication with matrix products")
+    tp_comm_overlap: bool = flag(
+        False, "overlap tensor parallel communication with matrix products", not_served=_TP_OVERLAP
+    )
     tp_comm_bulk_wgrad: bool = flag(
-        True, "no overlap of the weight gradient", only_off=True, off=("--disable-tp-comm-bulk-wgrad",)
+        True,
+        "no overlap of the weight gradient",
+        only_off=True,
+        off=("--disable-tp-comm-bulk-wgrad",),
+        not_served=_OF_TP_OVERLAP,
     )
     tp_comm_bulk_dgrad: bool = flag(
-        True, "no overlap of the input gradient", only_off=True, off=("--disable-tp-comm-bulk-dgrad",)
+        True,
+        "no overlap of the input gradient",
+        only_off=True,
+        off=("--disable-tp-comm-bulk-dgrad",),
+        not_served=_OF_TP_OVERLAP,
     )
     tp_comm_overlap_ag: bool = flag(
-        True, "no overlap of the all-gather", only_off=True, off=("--disable-tp-comm-overlap-ag",)
+        True,
+        "no overlap of the all-gather",
+        only_off=True,
+        off=("--disable-tp-comm-overlap-ag",),
+        not_served=_OF_TP_OVERLAP,
     )
     tp_comm_overlap_rs: bool = flag(
-        True, "no overlap of the reduce-scatter", only_off=True, off=("--disable-tp-comm-overlap-rs",)
+        True,
+        "no overlap of the reduce-scatter",
+        only_off=True,
+        off=("--disable-tp-comm-overlap-rs",),
+        not_served=_OF_TP_OVERLAP,
     )
-    tp_comm_overlap_rs_dgrad: bool = flag(False, "overlap the reduce-scatter of the input gradient")
-    tp_comm_split_ag: bool = flag(True, "all-gather in one piece", only_off=True, off=("--disable-tp-comm-split-ag",))
+    tp_comm_overlap_rs_dgrad: bool = flag(
+        False, "overlap the reduce-scatter of the input gradient", not_served=_OF_TP_OVERLAP
+    )
+    tp_comm_split_ag: bool = flag(
+        True, "all-gather in one piece", only_off=True, off=("--disable-tp-comm-split-ag",), not_served=_OF_TP_OVERLAP
+    )
     tp_comm_split_rs: bool = flag(
-        True, "reduce-scatter in one piece", only_off=True, off=("--disable-tp-comm-split-rs",)
+        True,
+        "reduce-scatter in one piece",
+        only_off=True,
+        off=("--disable-tp-comm-split-rs",),
+        not_served=_OF_TP_OVERLAP,
     )
-    tp_comm_atomic_ag: bool = flag(False, "all-gather by atomic matrix products")
-    tp_comm_atomic_rs: bool = flag(False, "reduce-scatter by atomic matrix products")
-    tp_comm_overlap_disable_qkv: bool = flag(False, "no overlap in the query, key and value projection")
-    tp_comm_overlap_disable_fc1: bool = flag(False, "no overlap in the first feed-forward projection")
-    tp_comm_bootstrap_backend: str = flag("nccl", "backend that sets the overlap up", choices=("nccl", "mpi", "gloo"))
+    tp_comm_atomic_ag: bool = flag(False, "all-gather by atomic matrix products", not_served=_OF_TP_OVERLAP)
+    tp_comm_atomic_rs: bool = flag(False, "reduce-scatter by atomic matrix products", not_served=_OF_TP_OVERLAP)
+    tp_comm_overlap_disable_qkv: bool = flag(
+        False, "no overlap in the query, key and value projection", not_served=_OF_TP_OVERLAP
+    )
+    tp_comm_overlap_disable_fc1: bool = flag(
+        False, "no overlap in the first feed-forward projection", not_served=_OF_TP_OVERLAP
+    )
+    tp_comm_bootstrap_backend: str = flag(
+        "nccl", "backend that sets the overlap up", choices=("nccl", "mpi", "gloo"), not_served=_OF_TP_OVERLAP
+    )
     symmetric_ar_type: str | None = flag(
         None,
         "all-reduce in symmetric memory",
@@ -123,7 +158,10 @@ class KernelArguments:
         False, "a ring exchange between stages", not_served="it needs a torch of NVIDIA's own; leave it out"
     )
     pipeline_model_parallel_comm_backend: str | None = flag(
-        None, "backend between pipeline stages (the process group's own)", choices=("nccl", "ucc")
+        None,
+        "backend between pipeline stages (the process group's own)",
+        choices=("nccl", "ucc"),
+        not_served="stages talk through the training processes' one backend; leave it out",
     )
     deallocate_pipeline_outputs: bool = flag(
         True,
@@ -144,6 +182,7 @@ class KernelArguments:
         "do not wait for all slots at each outermost timer",
         only_off=True,
         off=("--no-barrier-with-level-1-timing",),
+        not_served="megatron-core's timers are not used here; leave it out",
     )
     use_te_rng_tracker: bool = flag(
         False,

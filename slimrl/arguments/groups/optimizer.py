@@ -86,7 +86,9 @@ class OptimizerArguments:
     )
     muon_extra_scale_factor: float = flag(1.0, "Muon: further factor of the update", not_served=_MUON)
     clip_grad: float = flag(1.0, "largest norm of the whole gradient (0: no clipping)", at_least=0)
-    log_num_zeros_in_grad: bool = flag(False, "count the zeros of the gradient")
+    log_num_zeros_in_grad: bool = flag(
+        False, "log the number of zeros in the gradient", not_served="it is not logged in this version; leave it out"
+    )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
         "skip a step whose gradient is not finite instead of ending the run",
@@ -122,4 +124,4 @@ class OptimizerArguments:
     override_opt_param_scheduler: bool = flag(
         False, "take the schedule from the flags (always so)", spellings=("--override-opt_param-scheduler",)
     )
-    seed: int = flag(1234, "seed of weights, dropout and everything else drawn while training")
+    seed: int = flag(1234, "seed of weights, dropout and everything else drawn while training", at_least=0)

@@ -29,7 +29,10 @@ class PositionArguments:
     rotary_percent: float = flag(1.0, "part of each head that is rotated (fraction)", above=0, at_most=1)
     rotary_interleaved: bool = flag(False, "rotate neighbouring channels instead of the two halves")
     rotary_seq_len_interpolation_factor: int | None = flag(
-        None, "positions are divided by this (linear interpolation; none)", at_least=1
+        None,
+        "positions are divided by this (linear interpolation; none)",
+        at_least=1,
+        not_served="no family here stretches positions that way; leave it out",
     )
     use_rope_scaling: bool = flag(False, "Llama 3 scaling of the rotary frequencies")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", at_least=1)

@@ -31,7 +31,7 @@ class RolloutArguments:
     rollout_top_p: float = flag(
         1.0, "keep the smallest set of tokens with this probability (1: all)", above=0, at_most=1
     )
-    rollout_top_k: int = flag(-1, "keep that many of the likeliest tokens (-1: all)", at_least=-1)
+    rollout_top_k: int = flag(-1, "keep that many of the likeliest tokens (-1: all)", at_least=-1, other_than=0)
     rollout_max_response_len: int | None = flag(None, "longest response (tokens, required)", at_least=1)
     rollout_max_prompt_len: int | None = flag(
         None, "leave out prompts longer than this (tokens; --rollout-max-context-len less 1, else no limit)", at_least=1
@@ -43,7 +43,9 @@ class RolloutArguments:
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", nargs="+")
     rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response text")
     rollout_shuffle: bool = flag(False, "shuffle the prompts anew in each epoch, by --rollout-seed + epoch")
-    rollout_seed: int = flag(42, "seed of the prompt order and of deterministic sampling")
+    rollout_seed: int = flag(
+        42, "seed of the prompt order and of deterministic sampling", at_least=0, at_most=2**32 - 1
+    )
     rollout_function_path: str = flag(
         DEFAULT_ROLLOUT_FUNCTION, "function that makes a whole rollout (dotted import path)"
     )

@@ -29,5 +29,5 @@ class TrainBatchArguments:
         128, "packed tokens are padded to a multiple of this x tensor parallel size (tokens)", at_least=1
     )
     log_probs_chunk_size: int = flag(
-        -1, "tokens per piece when log-probabilities are computed (-1: all at once)", at_least=-1
+        -1, "tokens per piece when log-probabilities are computed (-1: all at once)", at_least=-1, other_than=0
     )

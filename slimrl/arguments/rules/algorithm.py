@@ -55,7 +55,15 @@ def reward_is_given(args: Arguments, context: Context) -> Iterator[Problem]:
 
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
-    if args.eps_clip_c is not None and args.eps_clip_high is not None and args.eps_clip_c <= 1 + args.eps_clip_high:
+    if args.eps_clip_c is None or args.eps_clip_high is None:
+        return
+    if args.advantage_estimator == "cispo":
+        yield Problem(
+            "--eps-clip-c",
+            f"--eps-clip-c {args.eps_clip_c:g} bounds a loss that --advantage-estimator cispo does not have (its"
+            " weights are bounded by --eps-clip-high already): leave it out.",
+        )
+    elif args.eps_clip_c <= 1 + args.eps_clip_high:
         yield Problem(
             "--eps-clip-c",
             f"--eps-clip-c {args.eps_clip_c:g} is not above 1 + --eps-clip-high = {1 + args.eps_clip_high:g}:"
@@ -89,6 +97,20 @@ def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]
             f"--lr-warmup-iters {args.lr_warmup_iters} is not below --lr-decay-iters {args.lr_decay_iters}: the decay"
             " begins after the warm-up.",
         )
+    wsd = args.lr_decay_style == "WSD"
+    if wsd and args.lr_wsd_decay_iters is None and "lr_wsd_decay_iters" not in context.broken:
+        yield Problem(
+            "--lr-wsd-decay-iters",
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters: give the optimizer steps of the decay at the end.",
+        )
+    for name, needed, given in (
+        ("lr_wsd_decay_iters", "--lr-decay-style WSD", wsd),
+        ("lr_wsd_decay_style", "--lr-decay-style WSD", wsd),
+        ("decoupled_min_lr", "--decoupled-lr", args.decoupled_lr is not None),
+    ):
+        if name in context.given and not given:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(flag, f"{flag} {vars(args)[name]} belongs to {needed}: add it, or leave {flag} out.")
 
 
 def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -119,6 +119,10 @@ def _is_fresh(folder: Path) -> bool:
 
 def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
     if (folder / _COMPLETE).is_file():
+        if step is not None and folder.name != f"iter_{step:07d}":
+            yield Problem(
+                step_flag, f"{step_flag} {step} chooses an iteration and {flag} {folder} is one already: drop it."
+            )
         return  # one iteration by its own path
     if is_hf_model(folder):
         if step is not None:
@@ -137,8 +141,9 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
     elif not tracker.is_file():
         yield Problem(flag, f"{flag} {folder} {_what_it_is(folder, present)}.")
     else:
-        named = tracker.read_text().strip()
-        wanted = named if named == "release" else f"iter_{int(named):07d}" if named.isdigit() else None
+        named = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        is_number = named.isascii() and named.isdigit()
+        wanted = named if named == "release" else f"iter_{int(named):07d}" if is_number else None
         if wanted is None:
             yield Problem(
                 flag, f"{flag} {folder}: {TRACKER} says {named!r}, neither release nor a number: mend that file."

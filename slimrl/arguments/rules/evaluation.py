@@ -28,7 +28,8 @@ def evaluation_sets_are_judged(args: Arguments, context: Context) -> Iterator[Pr
         return
     flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
     for dataset in args.eval_datasets:
-        if dataset.rm_type is not None and dataset.rm_type not in RM_TYPES:
+        # the run's own --rm-type is another rule's business
+        if dataset.rm_type not in (None, args.rm_type, *RM_TYPES):
             known = ", ".join(RM_TYPES)
             yield Problem(flag, f"{flag}: set {dataset.name} has rm_type {dataset.rm_type!r}: give one of {known}.")
         judged = dataset.rm_type or dataset.custom_rm_path or dataset.custom_generate_function_path

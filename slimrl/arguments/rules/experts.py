@@ -115,7 +115,12 @@ def experts_divide_over_slots(args: Arguments, context: Context) -> Iterator[Pro
             "--expert-model-parallel-size",
             f"--num-experts {experts} does not divide by --expert-model-parallel-size {size}: choose a divisor.",
         )
-    tp = args.tensor_model_parallel_size
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if experts is None and etp not in (1, tp) and "expert_tensor_parallel_size" not in context.broken:
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            f"--expert-tensor-parallel-size {etp} shares the matrices of experts and the model has none: leave it out.",
+        )
     if experts is not None and tp > 1 and not args.sequence_parallel and not args.debug_rollout_only:
         yield Problem(
             "--sequence-parallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -117,6 +118,18 @@ def slot_memory_is_planned_with(args: Arguments, context: Context) -> Iterator[P
             "--slot-memory-gib",
             f"--slot-memory-gib {args.slot_memory_gib:g} is what --dry-run plans with: add it, or leave this out.",
         )
+
+
+def worker_environment_is_text(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Environment variables hold text, and Ray takes nothing else."""
+    for name, value in args.train_env_vars.items():
+        if not isinstance(value, str):
+            shown = json.dumps(value)
+            yield Problem(
+                "--train-env-vars",
+                f"--train-env-vars has {name} {shown}, which is not text: write {json.dumps(name)}:"
+                f" {json.dumps(shown)}.",
+            )
 
 
 def only_one_side_is_left_out(args: Arguments, context: Context) -> Iterator[Problem]:

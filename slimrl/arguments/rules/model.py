@@ -70,7 +70,11 @@ def model_agrees_with_hf_config(args: Arguments, context: Context) -> Iterator[P
     except ValueError as error:
         yield Problem("--hf-checkpoint", f"--hf-checkpoint: {path} is not JSON ({error}): copy the model again.")
         return
-    quantised = (config.get("quantization_config") or {}).get("quant_method")
+    if not isinstance(config, dict):
+        yield Problem("--hf-checkpoint", f"--hf-checkpoint: {path} is not a JSON object: copy the model again.")
+        return
+    quantisation = config.get("quantization_config")
+    quantised = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
     if quantised is not None and context.is_training and not args.debug_train_only:
         yield Problem(
             "--hf-checkpoint",

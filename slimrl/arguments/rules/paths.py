@@ -57,8 +57,14 @@ def _data_problems(flag: str, text: str, columns: dict[str, str | None], note: s
 
 def _column_problems(flag: str, path: Path, columns: dict[str, str | None], note: str) -> Iterator[Problem]:
     """The first row stands for all: a wrong column name is wrong in every row."""
-    with path.open(encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), None)
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = next((line for line in file if line.strip()), None)
+    except (OSError, UnicodeDecodeError) as error:
+        yield Problem(
+            flag, f"{flag} {path}{note} cannot be read as UTF-8 text ({error}): convert it, or check the path."
+        )
+        return
     if first is None:
         yield Problem(flag, f"{flag} {path}{note} is empty: give a file with at least one row.")
         return

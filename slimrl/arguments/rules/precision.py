@@ -5,10 +5,28 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from slimrl.arguments.flag import flag_specs
+from slimrl.arguments.groups.model import ModelArguments
+from slimrl.arguments.groups.precision import PrecisionArguments
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
 
+_OF_FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_OF_FP8 = (
+    "fp8_param_gather",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "tp_only_amax_red",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "activation_func_fp8_input_store",
+)
+_OF_FP4 = ("fp4_param_gather", "fp4_recipe")
 _FEWER_BITS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -29,12 +47,19 @@ def few_bits_have_their_kernels(args: Arguments, context: Context) -> Iterator[P
             "--fp4-format",
             f"--fp8-format {args.fp8_format} and --fp4-format {args.fp4_format} exclude each other: give one.",
         )
-    for flag, given, needed, needs in (
-        ("--fp8-param-gather", args.fp8_param_gather, args.fp8_format, "--fp8-format"),
-        ("--fp4-param-gather", args.fp4_param_gather, args.fp4_format, "--fp4-format"),
-    ):
-        if given and needed is None:
-            yield Problem(flag, f"{flag} belongs to {needs}: add it, or leave {flag} out.")
+
+
+def formats_have_their_settings(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A setting of a number format that is not chosen is a slip; its default changes nothing and passes."""
+    for spec in flag_specs(PrecisionArguments) + flag_specs(ModelArguments):
+        for names, needed, given in (
+            (_OF_FP16, "--fp16", args.fp16),
+            (_OF_FP8, "--fp8-format", args.fp8_format is not None),
+            (_OF_FP4, "--fp4-format", args.fp4_format is not None),
+        ):
+            if spec.dest in names and vars(args)[spec.dest] != spec.default and not given:
+                name = (spec.off if spec.is_switch and not vars(args)[spec.dest] else spec.on)[0]
+                yield Problem(name, f"{name} belongs to {needed}: add it, or leave {name} out.")
 
 
 def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[Problem]:
