@@ -120,7 +120,13 @@ def _forward(stage: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
     Rotary positions restart at every sequence.
     """
-    return stage(micro_batch.tokens, None, None, packed_seq_params=micro_batch.sequences)
+    config, padding = stage.module.config, None
+    if config.moe_router_enable_expert_bias:
+        padding = micro_batch.padding
+        if config.sequence_parallel and not stage.module.pre_process:  # the embedding's stage cuts it itself
+            group = stage.module.pg_collection.tp
+            padding = padding.chunk(group.size(), dim=1)[group.rank()]
+    return stage(micro_batch.tokens, None, None, packed_seq_params=micro_batch.sequences, padding_mask=padding)
 
 
 def _run(

@@ -23,11 +23,12 @@ from slimrl.megatron.zigzag import held_rows, ranges
 class MicroBatch:
     """One packed forward pass; sequences stand end to end, the last may be padding that nothing reads.
 
-    With context parallelism `tokens` are this rank's share, and so are `logit_rows`, `targets` and `own`; the rest is
-    the same on every rank.
+    With context parallelism `tokens` are this rank's share, and so are `padding`, `logit_rows`, `targets` and `own`;
+    the rest is the same on every rank.
     """
 
     tokens: Tensor  # int64 [1, padded tokens / context-parallel ranks]
+    padding: Tensor  # bool like tokens: which of them are padding
     sequences: PackedSeqParams  # where each sequence starts in the whole pack, on the model's device
     logit_rows: Tensor  # int64 [own response tokens]: the row of logits that predicts each
     targets: Tensor  # int64 [own response tokens]: their ids
@@ -60,7 +61,10 @@ def pack_micro_batch(
         lengths = torch.cat([lengths, lengths.new_full((1,), padding)])
 
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-    tokens[ranges(starts, totals)] = batch.select(index).tokens
+    real = ranges(starts, totals)
+    tokens[real] = batch.select(index).tokens
+    padded = torch.ones_like(tokens, dtype=torch.bool)
+    padded[real] = False
     positions = ranges(starts + totals - responses, responses)
     held = held_rows(lengths, context_rank, context_size)
     place = torch.full_like(tokens, -1)
@@ -72,6 +76,7 @@ def pack_micro_batch(
     longest = int(lengths.max())
     return MicroBatch(
         tokens=tokens[held].unsqueeze(0).to(device),
+        padding=padded[held].unsqueeze(0).to(device),
         sequences=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=boundaries,

@@ -19,6 +19,7 @@ from slimrl.megatron import mla
 from slimrl.megatron.attention import PackedCoreAttention
 from slimrl.megatron.norm import RMSNorm
 from slimrl.megatron.post_norm import PostNorms, with_post_norms
+from slimrl.megatron.router import Router
 
 
 def block_spec(
@@ -42,9 +43,11 @@ def block_spec(
         )
     norm = _engine_norm() if fused else RMSNorm
     make = _engine_layer_spec if fused else _local_layer_spec
-    kinds = {
-        moe: with_post_norms(make(config, moe=moe), post_norms or PostNorms(), norm) for moe in set(moe_layers(config))
-    }
+    kinds = {}
+    for moe in set(moe_layers(config)):
+        kinds[moe] = with_post_norms(make(config, moe=moe), post_norms or PostNorms(), norm)
+        if moe:
+            kinds[moe].submodules.mlp.submodules.router = Router
     first = get_transformer_layer_offset(config, virtual_stage)
     own = moe_layers(config)[first : first + get_num_layers_to_build(config, virtual_stage)]
     # A bare layer spec would get megatron-core's own final norm, which refuses sequence parallelism.
