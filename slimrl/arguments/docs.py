@@ -92,7 +92,7 @@ def _limits(bounds: Bounds) -> Iterator[str]:
         ("≠", bounds.other_than),
     ):
         if limit is not None:
-            yield f"{sign} {limit:g}"
+            yield f"{sign} {limit:.10g}"
 
 
 def _default(spec: FlagSpec) -> str:

@@ -30,13 +30,13 @@ class Bounds:
     def check(self, value: Any) -> None:
         """Raises ValueError whose text completes the sentence "<flag> <value> ..."."""
         if self.at_least is not None and value < self.at_least:
-            raise ValueError(f"is too small: it must be at least {self.at_least:g}")
+            raise ValueError(f"is too small: it must be at least {self.at_least:.10g}")
         if self.above is not None and value <= self.above:
-            raise ValueError(f"is too small: it must be above {self.above:g}")
+            raise ValueError(f"is too small: it must be above {self.above:.10g}")
         if self.at_most is not None and value > self.at_most:
-            raise ValueError(f"is too large: it must be at most {self.at_most:g}")
+            raise ValueError(f"is too large: it must be at most {self.at_most:.10g}")
         if self.below is not None and value >= self.below:
-            raise ValueError(f"is too large: it must be below {self.below:g}")
+            raise ValueError(f"is too large: it must be below {self.below:.10g}")
         if self.other_than is not None and value == self.other_than:
             raise ValueError("means nothing here: give another number, or leave it out")
 

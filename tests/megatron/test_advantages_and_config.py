@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,30 @@ def test_every_field_of_megatrons_configurations_is_a_flag_with_its_default(kind
     if field in _ONE_OR_MANY and value:
         value = value[0]
     assert value == default or field in DIFFERENT_DEFAULTS
+
+
+# they say what holds here in any case, as older scripts spell it
+SAYS_WHAT_HOLDS = {
+    "train_backend",
+    "data_source_path",
+    "add_position_embedding",
+    "use_rotary_position_embeddings",
+    "dist_ckpt_optim_fully_reshardable",
+    "override_opt_param_scheduler",
+}
+
+
+def test_every_flag_that_is_served_is_read_somewhere():
+    import slimrl
+    from slimrl.arguments.namespace import all_flag_specs
+    from slimrl.megatron.config import _FLAG_OF_FIELD
+
+    forwarded = {_FLAG_OF_FIELD.get(field, field) for _, field, _ in config_fields()}
+    package = Path(slimrl.__file__).parent
+    source = "\n".join(path.read_text() for path in package.rglob("*.py") if path.parent.name != "groups")
+    read = set(re.findall(r"(?:args\.|values\.get\(\")(\w+)", source)) | forwarded
+    served = {spec.dest for spec in all_flag_specs() if spec.not_served is None or spec.served}
+    assert served - read == SAYS_WHAT_HOLDS
 
 
 def test_expert_and_latent_attention_flags_become_megatrons_configuration():
