@@ -36,6 +36,7 @@ setup(
         "transformers==5.12.1",
         # Used directly; the engines above need most of them anyway.
         "aiohttp>=3.14",
+        "huggingface_hub>=1.33",
         "math-verify[antlr4_13_2]==0.9.0",
         "matplotlib>=3.10",
         "numpy>=2.3",

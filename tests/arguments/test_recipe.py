@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_the_run_folder_is_named_after_time_and_process_or_as_asked(recipe):
     assert args.tensorboard_dir == "tensorboard_log/p/e"
 
 
-def test_four_mistakes_at_once_are_four_sentences_in_under_a_second(recipe):
+def test_four_mistakes_at_once_are_four_sentences_that_cost_less_than_a_second_of_computing(recipe):
     line = recipe.line(
         "--global-batch-size 96 --rollout-shufle --custom-rm-path my_rewards.judge", without="--prompt-data"
     )
@@ -97,9 +97,9 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program, *line], capture_output=True, text=True, timeout=60)
-    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
@@ -111,7 +111,8 @@ finally:
         "  4. --custom-rm-path my_rewards.judge: there is no module my_rewards: check the spelling, or start from the"
         " folder that holds it.",
     ]
-    assert seconds < 1.0
+    # processor time, which does not depend on what else this machine does
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 1.0
 
 
 def test_a_good_command_line_comes_back_from_parse_args(recipe):
