@@ -2,8 +2,8 @@
 
     --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only
 
-`--input-key` names the column of messages. A sample's prompt is what stands before the assistant's first word; of the
-rest those tokens are trained on that `--loss-mask-type` says the assistant writes.
+`--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt is what stands before
+the assistant's first word; of the rest those tokens are trained on that `--loss-mask-type` says the assistant writes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from slimrl.data.loss_mask import TURN_MARKS, assistant_spans, conversation_mask
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.output import RolloutOutput
+from slimrl.rollout.prompts import TOOLS_KEY
 
 
 def generate_rollout(
@@ -42,8 +43,13 @@ def _fill(sample: Sample, tokenizer: Any, args: Arguments) -> None:
     name = f"--prompt-data, sample {sample.index}"
     messages = sample.prompt
     if not isinstance(messages, list):
-        raise ValueError(f"{name} is text and not a list of messages: name their column with --input-key")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **args.apply_chat_template_kwargs)
+        raise ValueError(
+            f"{name} is text and not a list of messages: leave --apply-chat-template out, and name their column with"
+            " --input-key"
+        )
+    text = tokenizer.apply_chat_template(
+        messages, tools=sample.metadata.get(TOOLS_KEY), tokenize=False, **args.apply_chat_template_kwargs
+    )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     try:
         spans = assistant_spans(text, TURN_MARKS[args.loss_mask_type])

@@ -43,6 +43,7 @@ def test_tools_and_template_keywords_reach_the_template(write_rows, tokenizer):
     assert prompts[0].token_ids.tolist() == expected
     assert "[1 tools]" in prompts[0].content and "tools]" not in prompts[1].content
     assert prompts[1].content.endswith("<think></think>")
+    assert [prompt.metadata for prompt in prompts] == [{"tools": tools}, {}]  # where user code finds them
 
 
 def test_a_plain_string_under_a_chat_template_is_one_user_message(write_rows, tokenizer):

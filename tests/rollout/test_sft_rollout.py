@@ -1,0 +1,49 @@
+"""Conversations become samples whose loss mask is 1 exactly where the assistant speaks."""
+
+import pytest
+
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.sft_rollout import generate_rollout
+
+USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "two"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture
+def samples_of(make_args, write_rows, tokenizer):
+    """The samples of one supervised rollout over rows."""
+
+    def run(rows, **overrides):
+        values = {
+            "prompt_data": write_rows(rows),
+            "input_key": "messages",
+            "label_key": None,
+            "rollout_function_path": "slimrl.rollout.sft_rollout.generate_rollout",
+            "rollout_batch_size": len(rows),
+            "n_samples_per_prompt": 1,
+        }
+        args = make_args(**{**values, **overrides})
+        output = generate_rollout(args, 0, RolloutDataSource(args, tokenizer), tokenizer=tokenizer)
+        return [sample for group in output.groups for sample in group]
+
+    return run
+
+
+def test_the_assistants_words_and_the_mark_after_them_are_trained_on(samples_of, tokenizer):
+    (sample,) = samples_of([{"messages": [USER, ASSISTANT, USER, ASSISTANT]}])
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    trained = [token for token, chosen in zip(response, sample.loss_mask, strict=True) if chosen]
+    assert tokenizer.decode(trained) == "two<|im_end|>two<|im_end|>"
+    assert tokenizer.decode(response).startswith("two<|im_end|>\n<|im_start|>user\n1+1<|im_end|>")
+
+
+def test_tool_schemas_of_a_row_stand_in_the_conversation_that_is_trained_on(samples_of, tokenizer):
+    with_tools, without = samples_of([{"messages": [USER, ASSISTANT], "tools": TOOLS}, {"messages": [USER, ASSISTANT]}])
+    assert tokenizer.decode(with_tools.tokens) == tokenizer.decode(without.tokens) + "[1 tools]"
+
+
+def test_a_rendered_conversation_is_refused_with_the_flag_that_rendered_it(samples_of):
+    with pytest.raises(
+        ValueError, match="sample 0 is text and not a list of messages: leave --apply-chat-template out"
+    ):
+        samples_of([{"messages": [USER, ASSISTANT]}], apply_chat_template=True)
