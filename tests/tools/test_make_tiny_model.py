@@ -105,3 +105,29 @@ def test_the_warm_started_model_solves_the_additions_without_a_carry_and_no_othe
         any(text == f"\\boxed{{{row['label']}}}" for text in texts[8 * i : 8 * i + 8]) for i, row in enumerate(rows)
     ]
     assert sum(found) / len(found) > 0.8
+
+
+def test_a_toy_of_another_family_brings_its_sizes_for_the_flags_of_a_published_model(tmp_path):
+    made = run_tool("--output-dir", tmp_path / "toy", "--family", "moonlight", "--warm-start-steps", "0", "--untie")
+    assert made.returncode == 0, made.stderr
+    assert sorted(path.name for path in (tmp_path / "toy").iterdir()) == [
+        "eval.jsonl",
+        "model",
+        "size_args.sh",
+        "train.jsonl",
+    ]
+    config = json.loads((tmp_path / "toy/model/config.json").read_text())
+    assert (config["model_type"], config["n_routed_experts"], config["q_lora_rank"]) == ("deepseek_v3", 8, None)
+    sizes = f"source scripts/models/moonlight.sh; source {tmp_path}/toy/size_args.sh; echo ${{MODEL_ARGS[@]}}"
+    words = subprocess.run(["bash", "-euc", sizes], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    last = {flag: value for flag, value in zip(words, words[1:], strict=False) if flag.startswith("--")}
+    assert (last["--hidden-size"], last["--num-experts"], last["--moe-layer-freq"]) == ("64", "8", "[0]*1+[1]*1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"), [(["--num-layers", "3"], "--num-layers"), (["--size", "small"], "--size")]
+)
+def test_the_shape_of_a_toy_of_a_family_is_fixed(arguments, flag, tmp_path):
+    refused = run_tool("--output-dir", tmp_path / "toy", "--family", "qwen3_moe", *arguments)
+    assert refused.returncode == 2
+    assert refused.stderr == f"{flag} has no effect on the fixed shape of --family qwen3_moe; give one of them\n"
