@@ -7,7 +7,6 @@ hands in a `Blueprint` (what megatron-core would store) and a function that read
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
@@ -29,6 +28,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from slimrl.weights.hf_shards import WRITE_BYTES
 
 MAX_FILE_BYTES = 5 * 1024**3
 WRITERS = 4  # threads of one process; each writes its own files and holds one weight at a time
@@ -232,7 +233,7 @@ class _StreamWriter(FileSystemWriter):
         if not items:
             return []
         results = []
-        with _new_file(path := names.next()) as stream:
+        with _NewFile(path := names.next()) as stream:
             for item in items:
                 begin = stream.tell()
                 stream.write(self._planner.resolve_data(item).getbuffer())
@@ -243,7 +244,7 @@ class _StreamWriter(FileSystemWriter):
         """One thread's work: weights off the queue into a file after another, until none is left."""
         results: list[WriteResult] = []
         while (weight := queue.next()) is not None:
-            with _new_file(path := names.next()) as stream:
+            with _NewFile(path := names.next()) as stream:
                 while weight is not None and not self._stopped.is_set():
                     for item, block in self._planner.blocks(weight):
                         begin = stream.tell()
@@ -285,13 +286,38 @@ class _FileNames:
             return self._folder / f"{self._prefix}{self._count - 1}.distcp"
 
 
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[Any]:
-    """A file to write; its content is on the disk once this ends."""
-    with path.open("xb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
+class _NewFile:
+    """A file to write from its begin on, in small calls (see WRITE_BYTES); on the disk once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._position = 0
+
+    def __enter__(self) -> _NewFile:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        try:
+            if exc_type is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Appends `data`; torch.save calls it."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.write(self._descriptor, view[done : done + WRITE_BYTES])
+        self._position += done
+        return done
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def tell(self) -> int:
+        """The bytes written so far."""
+        return self._position
 
 
 def _result(item: WriteItem, path: Path, begin: int, end: int) -> WriteResult:
