@@ -6,14 +6,15 @@ checked, so that a bad hook costs a sentence, and again where the hook is used.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 class HookError(ValueError):
     """A hook path that leads nowhere, or to something that does not keep its contract."""
+
+
+class HookFailedError(RuntimeError):
+    """A hook raised an exception, which is the cause; the message names the flag and the function."""
 
 
 class DataSource(Protocol):
@@ -36,7 +41,17 @@ class DataSource(Protocol):
         ...
 
 
-class CustomReward(Protocol):
+class Hook(Protocol):
+    """What every contract says besides its call.
+
+    `offered` are keyword arguments that a function is given where it takes them; with `either`, it may be async or not.
+    """
+
+    offered: ClassVar[tuple[str, ...]] = ()
+    either: ClassVar[bool] = False
+
+
+class CustomReward(Hook, Protocol):
     """`--custom-rm-path`: judges one response."""
 
     async def __call__(self, args: Arguments, sample: Sample) -> float | dict[str, Any]:
@@ -44,26 +59,47 @@ class CustomReward(Protocol):
         ...
 
 
-class CustomGenerate(Protocol):
+class CustomGenerate(Hook, Protocol):
     """`--custom-generate-function-path`: generates one sample.
 
-    A function that also takes a keyword argument `evaluation` is told whether the sample is for evaluation.
+    `evaluation` tells whether the sample is for evaluation, `engine` is the client of the inference fleet
+    (`slimrl.rollout.engine.EngineClient`) and `tokenizer` the run's tokenizer. When the engine answers with the finish
+    reason "abort", the rollout is full: return the sample with status ABORTED; where `--partial-rollout` is on, the
+    function is called with it again, to continue it.
     """
+
+    offered = ("evaluation", "engine", "tokenizer")
 
     async def __call__(self, args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
         """The sample with its tokens, response, log-probabilities and status filled in."""
         ...
 
 
-class RolloutFunction(Protocol):
-    """`--rollout-function-path`: makes a whole rollout, or a whole evaluation."""
+class SampleHook(Hook, Protocol):
+    """`--rollout-sample-hook-path`: sees each finished sample once, before its reward."""
+
+    offered = ("rollout_id", "evaluation")
+    either = True
+
+    def __call__(self, args: Arguments, sample: Sample) -> Any:
+        """The sample to go on with, or None for the one it was given."""
+        ...
+
+
+class RolloutFunction(Hook, Protocol):
+    """`--rollout-function-path`, `--eval-function-path`: makes a whole rollout, or a whole evaluation.
+
+    `generator` is the built-in rollout to build on (see `slimrl.rollout.sglang_rollout`).
+    """
+
+    offered = ("generator", "tokenizer")
 
     def __call__(self, args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool) -> Any:
         """The groups of a rollout with its metrics, or with `evaluation` the results by data set."""
         ...
 
 
-class DynamicSamplingFilter(Protocol):
+class DynamicSamplingFilter(Hook, Protocol):
     """`--dynamic-sampling-filter-path`: keeps or drops one finished group."""
 
     def __call__(self, args: Arguments, samples: list[Sample]) -> Any:
@@ -71,7 +107,65 @@ class DynamicSamplingFilter(Protocol):
         ...
 
 
-class RewardPostProcess(Protocol):
+class BufferFilter(Hook, Protocol):
+    """`--buffer-filter-path`: chooses which of the groups that wait go into the next wave."""
+
+    def __call__(
+        self, args: Arguments, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
+    ) -> list[list[Sample]]:
+        """At most `num_samples` groups, which it removes from `buffer`."""
+        ...
+
+
+class SampleFilter(Hook, Protocol):
+    """`--rollout-sample-filter-path`: takes single samples out of training by setting their `remove_sample`."""
+
+    def __call__(self, args: Arguments, groups: list[list[Sample]]) -> None:
+        """Called once per rollout with the groups that are trained on."""
+        ...
+
+
+class AllSamplesProcess(Hook, Protocol):
+    """`--rollout-all-samples-process-path`: sees every group that a rollout judged, dropped ones too."""
+
+    def __call__(self, args: Arguments, all_groups: list[list[Sample]], data_source: DataSource) -> None:
+        """Called once per rollout."""
+        ...
+
+
+class RolloutLog(Hook, Protocol):
+    """`--custom-rollout-log-function-path`: reports a rollout."""
+
+    def __call__(
+        self,
+        rollout_id: int,
+        args: Arguments,
+        samples: list[Sample],
+        extra_metrics: dict[str, float] | None,
+        rollout_time: float,
+    ) -> Any:
+        """True where slimrl is not to report its own metrics of the rollout (the mean reward always is)."""
+        ...
+
+
+class EvalRolloutLog(Hook, Protocol):
+    """`--custom-eval-rollout-log-function-path`: reports an evaluation."""
+
+    def __call__(
+        self,
+        rollout_id: int,
+        args: Arguments,
+        data: dict[str, dict[str, Any]],
+        extra_metrics: dict[str, float] | None,
+    ) -> Any:
+        """True where slimrl is not to report more than each set's mean reward.
+
+        `data` has `rewards`, `truncated` and `samples` by name of the set.
+        """
+        ...
+
+
+class RewardPostProcess(Hook, Protocol):
     """`--custom-reward-post-process-path`: turns the rewards of a rollout into what is trained on."""
 
     def __call__(self, args: Arguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
@@ -79,7 +173,15 @@ class RewardPostProcess(Protocol):
         ...
 
 
-def resolve(path: str, contract: type) -> Callable[..., Any]:
+class ConvertSamples(Hook, Protocol):
+    """`--custom-convert-samples-to-train-data-path`: makes the training data of a rollout."""
+
+    def __call__(self, args: Arguments, samples: list[Sample]) -> dict[str, Any]:
+        """Columns by name, one entry per sample (see `slimrl.rollout.train_data`)."""
+        ...
+
+
+def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
     """The function at the dotted import path `path`, checked against `contract` (a Protocol of this file).
 
     Paths that start with `slime.` are looked up under `slimrl.`, where the same hooks live; the current folder is
@@ -97,16 +199,26 @@ def resolve(path: str, contract: type) -> Callable[..., Any]:
     return function
 
 
+@contextlib.contextmanager
+def naming(flag: str, path: str) -> Iterator[None]:
+    """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it."""
+    try:
+        yield
+    except Exception as error:  # user code may raise anything; nothing is swallowed
+        raise HookFailedError(f"{flag} {path} raised {type(error).__name__}: {error}") from error
+
+
 def own_path(path: str) -> str:
     """The path under which slimrl has what slime has at `path`."""
     return "slimrl." + path.removeprefix("slime.") if path.startswith("slime.") else path
 
 
-def expectation(contract: type) -> str:
+def expectation(contract: type[Hook]) -> str:
     """The contract's call in words, for messages and docs: "expected is async f(args, sample)"."""
     is_async, call = _call(contract)
     names = [f"{name}=..." if parameter.kind is parameter.KEYWORD_ONLY else name for name, parameter in call.items()]
-    return f"expected is {'async ' if is_async else ''}f({', '.join(names)})"
+    kind = "async or ordinary " if contract.either else "async " if is_async else ""
+    return f"expected is {kind}f({', '.join(names)})"
 
 
 def accepts_keyword(function: Callable[..., Any], keyword: str) -> bool:
@@ -117,7 +229,12 @@ def accepts_keyword(function: Callable[..., Any], keyword: str) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _call(contract: type) -> tuple[bool, dict[str, inspect.Parameter]]:
+def accepted(function: Callable[..., Any], contract: type[Hook], **values: Any) -> dict[str, Any]:
+    """Those of the keyword arguments that `contract` offers which `function` takes. `values` has all of them."""
+    return {name: values[name] for name in contract.offered if accepts_keyword(function, name)}
+
+
+def _call(contract: type[Hook]) -> tuple[bool, dict[str, inspect.Parameter]]:
     method = contract.__call__
     parameters = dict(inspect.signature(method).parameters)
     del parameters["self"]
@@ -153,19 +270,19 @@ def _attribute(module: types.ModuleType, name: str) -> Any:
     raise HookError(f"module {module.__name__} has no {name}: {mend}")
 
 
-def _check_call(path: str, function: Callable[..., Any], contract: type) -> None:
+def _check_call(path: str, function: Callable[..., Any], contract: type[Hook]) -> None:
     is_async, call = _call(contract)
     positional = [name for name, parameter in call.items() if parameter.kind is not parameter.KEYWORD_ONLY]
-    keywords = dict.fromkeys(set(call) - set(positional))
     try:
         signature = inspect.signature(function)
     except ValueError as error:  # some functions written in C have none
         raise HookError(f"{path} does not say what it can be called with: {expectation(contract)}") from error
+    keywords = dict.fromkeys({*call, *accepted(function, contract, **dict.fromkeys(contract.offered))} - {*positional})
     try:
         signature.bind(*positional, **keywords)
     except TypeError as error:
         raise HookError(f"{path}{signature} cannot be called as needed ({error}): {expectation(contract)}") from error
-    if _is_async(function) != is_async:
+    if not contract.either and _is_async(function) != is_async:
         found = "async" if _is_async(function) else "not async"
         raise HookError(f"{path} is {found}: {expectation(contract)}")
 

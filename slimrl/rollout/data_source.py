@@ -11,6 +11,7 @@ from typing import Any
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
+from slimrl.rollout.buffer import GroupBuffer
 from slimrl.rollout.prompts import PromptFormat, PromptSet, load_prompts
 
 _STATE_VERSION = 1
@@ -42,7 +43,8 @@ class RolloutDataSource:
         self._position = 0  # of the next prompt in this epoch's order
         self._next_group_index = 0
         self._next_index = 0
-        self._returned: list[list[Sample]] = []
+        self._rollout_id: int | None = None
+        self._buffer = GroupBuffer(args)
         self._order = self._epoch_order()
 
     def __len__(self) -> int:
@@ -59,18 +61,22 @@ class RolloutDataSource:
         """Number of prompts left out by `--rollout-max-prompt-len`."""
         return self._prompts.too_long
 
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Says for which rollout the next groups are drawn; `--buffer-filter-path` is told."""
+        self._rollout_id = rollout_id
+
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """The next `num_groups` groups of `--n-samples-per-prompt` samples: given-back ones first, oldest first."""
         if num_groups < 0:
             raise ValueError(f"get_samples was asked for {num_groups} groups: ask for zero or more")
-        groups, self._returned = self._returned[:num_groups], self._returned[num_groups:]
+        groups = self._buffer.take(num_groups, self._rollout_id)
         while len(groups) < num_groups:
             groups.append(self._next_group())
         return groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Gives groups back; they are drawn again before any new prompt."""
-        self._returned.extend(groups)
+        self._buffer.put(groups)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain JSON data; given-back groups included."""
@@ -85,7 +91,7 @@ class RolloutDataSource:
             "position": self._position,
             "next_group_index": self._next_group_index,
             "next_index": self._next_index,
-            "returned": [[sample.to_dict() for sample in group] for group in self._returned],
+            "returned": self._buffer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,7 +101,7 @@ class RolloutDataSource:
         self._position = state["position"]
         self._next_group_index = state["next_group_index"]
         self._next_index = state["next_index"]
-        self._returned = [[Sample.from_dict(data) for data in group] for group in state["returned"]]
+        self._buffer.load_state_dict(state["returned"])
         self._order = self._epoch_order()
 
     def _check_state(self, state: dict[str, Any]) -> None:

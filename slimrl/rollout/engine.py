@@ -29,3 +29,32 @@ class EngineClient(Protocol):
     async def abort_all(self) -> None:
         """Abort every request in flight; each returns with what it has and finish_reason "abort"."""
         ...
+
+
+class StoppableEngine:
+    """An EngineClient that can be told that a rollout is full; whoever asks it later gets nothing more, at once."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.stopped = False
+
+    def start(self) -> None:
+        """Lets requests through (again)."""
+        self.stopped = False
+
+    async def stop(self) -> None:
+        """Aborts what is in flight; from now on every request comes back aborted and empty."""
+        self.stopped = True
+        await self._client.abort_all()
+
+    async def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
+    ) -> Generation:
+        """As the client's; aborted and without tokens once it is stopped."""
+        if self.stopped:
+            return Generation([], [], "abort", "")
+        return await self._client.generate(input_ids, sampling_params, session_id)
+
+    async def abort_all(self) -> None:
+        """As the client's."""
+        await self._client.abort_all()

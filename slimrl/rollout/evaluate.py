@@ -87,9 +87,9 @@ class Evaluator:
         """Samples of one evaluation, all data sets together."""
         return sum(len(part.prompts) * part.dataset.n_samples_per_eval_prompt for part in self._sets)
 
-    async def evaluate(self) -> dict[str, EvalResult]:
+    async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
         """Samples and judges every data set; raises SampleError at the first failure."""
-        results = await gather_or_cancel(self._evaluate(part) for part in self._sets)
+        results = await gather_or_cancel(self._evaluate(part, rollout_id) for part in self._sets)
         return {result.name: result for result in results}
 
     def _load(self, args: Arguments, dataset: EvalDataset, tokenizer: Any) -> _Set:
@@ -110,14 +110,15 @@ class Evaluator:
         prompts = load_prompts(dataset.path, prompt_format, tokenizer)
         return _Set(dataset, prompts, SamplingPlan.for_evaluation(args, dataset), policy)
 
-    async def _evaluate(self, part: _Set) -> EvalResult:
+    async def _evaluate(self, part: _Set, rollout_id: int) -> EvalResult:
         repeats = part.dataset.n_samples_per_eval_prompt
         work = []
         for row, prompt in enumerate(part.prompts.prompts):
             for repeat in range(repeats):
                 sample = prompt.sample(group_index=row, index=row * repeats + repeat)
                 sample.metadata.update(part.dataset.metadata_overrides)
-                work.append(self._maker.make(sample, part.plan.params(sample, row, repeat), part.policy))
+                params = part.plan.params(sample, row, repeat)
+                work.append(self._maker.make(sample, params, part.policy, rollout_id))
         made = await gather_or_cancel(work)
         samples = [_only(samples, part.dataset) for samples in made]
         rewards = [sample.reward_value(part.dataset.reward_key) for sample in samples]

@@ -13,6 +13,10 @@
 | `rollout/reward_failures` | samples whose grader gave no verdict (counted as reward 0) |
 | `rollout/dynamic_filter/drop_<reason>` | groups that the dynamic sampling filter dropped |
 | `rollout/dynamic_filter/carried_over` | groups given back to the data source when the batch was full |
+| `rollout/partial/continued` | trained samples that were begun in an earlier rollout |
+| `rollout/partial/oldest` | of those the largest distance, in rollouts, to the one they were begun in; 0 for none |
+| `rollout/partial/carried_over` | groups given back to the data source when the batch was full |
+| `rollout/partial/unfinished` | samples in them that were cut off or had not begun |
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from collections.abc import Sequence
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
+
+# metadata of a sample that was carried over: the rollout in which its first token was generated
+START_ROLLOUT_ID = "start_rollout_id"
 
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_MIN_CHARS = 200
@@ -53,6 +60,21 @@ def dynamic_filter_metrics(drops: dict[str, int], carried_over: int) -> dict[str
     """What the dynamic sampling filter did, by reason."""
     dropped = {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in sorted(drops.items())}
     return {**dropped, "rollout/dynamic_filter/carried_over": float(carried_over)}
+
+
+def partial_metrics(
+    rollout_id: int, accepted: list[list[Sample]], carried_over: list[list[Sample]]
+) -> dict[str, float]:
+    """What `--partial-rollout` did in this rollout."""
+    begun = [sample.metadata.get(START_ROLLOUT_ID, rollout_id) for group in accepted for sample in group]
+    left = [sample for group in carried_over for sample in group]
+    unfinished = [sample for sample in left if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+    return {
+        "rollout/partial/continued": float(sum(first < rollout_id for first in begun)),
+        "rollout/partial/oldest": float(rollout_id - min(begun)),
+        "rollout/partial/carried_over": float(len(carried_over)),
+        "rollout/partial/unfinished": float(len(unfinished)),
+    }
 
 
 def length_statistics(lengths: list[int]) -> dict[str, float]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+import inspect
 from typing import Any
 
+from slimrl import hooks
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.hooks import CustomGenerate, accepts_keyword, resolve
-from slimrl.rollout.engine import EngineClient
+from slimrl.rollout.engine import StoppableEngine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.stop_strings import end_at_stop_string
 
 _STATUS_OF_FINISH_REASON = {
     "stop": SampleStatus.COMPLETED,
@@ -45,14 +46,16 @@ class SamplePolicy:
 
 
 class SampleMaker:
-    """Generates and judges samples with one client, one tokenizer and one scorer."""
+    """Generates and judges samples with one engine, one tokenizer and one scorer."""
 
-    def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient, scorer: RewardScorer) -> None:
+    def __init__(self, args: Arguments, tokenizer: Any, engine: StoppableEngine, scorer: RewardScorer) -> None:
         self._args = args
         self._tokenizer = tokenizer
-        self._client = client
+        self._engine = engine
         self._scorer = scorer
-        self._functions: dict[str, CustomGenerate] = {}
+        self._offers = {"engine": engine, "tokenizer": tokenizer}
+        self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
+        self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in args.rollout_sample_hook_path]
         self.finished = 0
 
     def check(self, policy: SamplePolicy, source: str) -> None:
@@ -61,58 +64,74 @@ class SampleMaker:
         if policy.custom_generate_path is not None:
             self._function(policy.custom_generate_path)
 
-    async def make(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy) -> list[Sample]:
-        """The finished sample with its reward; several where a custom function fans out.
-
-        A sample that is finished already only gets the reward it lacks. Raises SampleError.
-        """
-        samples = [sample]
-        if sample.status not in _FINISHED:
-            samples = await _named(sample, "generation", self._generate(sample, params, policy))
-        for made in samples:
-            if made.reward is None:
-                made.reward = await _named(made, "the reward", self._scorer.score(made, policy.reward_rule))
-        self.finished += 1
+    async def make(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, rollout_id: int) -> list[Sample]:
+        """The finished sample with its reward; several where a custom function fans out. Raises SampleError."""
+        samples = await self.generate(sample, params, policy, rollout_id)
+        await self.judge(samples, policy)
         return samples
+
+    async def generate(
+        self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, rollout_id: int
+    ) -> list[Sample]:
+        """The generated sample, seen by `--rollout-sample-hook-path`; several where a custom function fans out.
+
+        One that is finished already comes back as it is. Once the engine is stopped, samples come back ABORTED with
+        what they have. Raises SampleError.
+        """
+        if sample.status in _FINISHED:
+            return [sample]
+        made = await _named(sample, "generation", self._generate(sample, params, policy))
+        return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
+
+    async def judge(self, samples: list[Sample], policy: SamplePolicy) -> None:
+        """Fills in the rewards that finished samples lack. Raises SampleError."""
+        for made in samples:
+            if made.status in _FINISHED and made.reward is None:
+                made.reward = await _named(made, "the reward", self._scorer.score(made, policy.reward_rule))
+        self.finished += all(made.reward is not None for made in samples)
 
     async def _generate(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy) -> list[Sample]:
         if policy.custom_generate_path is None:
             await self._continue(sample, params)
             made: Any = [sample]
         else:
-            function = self._function(policy.custom_generate_path)
-            told = {"evaluation": policy.evaluation} if accepts_keyword(function, "evaluation") else {}
-            made = await function(self._args, sample, params, **told)
+            function, names = self._function(policy.custom_generate_path)
+            offers = {**self._offers, "evaluation": policy.evaluation}
+            made = await function(self._args, sample, params, **{name: offers[name] for name in names})
             made = made if isinstance(made, list) else [made]
             if not made or not all(isinstance(part, Sample) for part in made):
                 raise TypeError(f"{policy.custom_generate_path} must return a Sample or a list of them, not {made!r}")
         for part in made:
-            _check(part)
+            _check(part, may_be_aborted=self._engine.stopped)
         return made
 
     async def _continue(self, sample: Sample, params: dict[str, Any]) -> None:
         """Lets the engine continue `sample` in place, up to `max_new_tokens` more tokens."""
         if not sample.tokens:
             raise ValueError("the prompt has no tokens: messages need --apply-chat-template")
+        sample.loss_mask, sample.rollout_log_probs = sample.loss_mask or [], sample.rollout_log_probs or []
         if params["max_new_tokens"] <= 0:
-            sample.loss_mask, sample.rollout_log_probs = sample.loss_mask or [], sample.rollout_log_probs or []
             sample.status = SampleStatus.TRUNCATED
             return
-        generation = await self._client.generate(sample.tokens, params, session_id=sample.session_id)
-        if len(generation.token_ids) != len(generation.log_probs):
-            raise ValueError(
-                f"the engine returned {len(generation.token_ids)} tokens with {len(generation.log_probs)} log-probs"
-            )
+        generation = await self._engine.generate(sample.tokens, params, session_id=sample.session_id)
+        new_tokens = len(generation.token_ids)
+        if new_tokens != len(generation.log_probs):
+            raise ValueError(f"the engine returned {new_tokens} tokens with {len(generation.log_probs)} log-probs")
         if generation.finish_reason not in _STATUS_OF_FINISH_REASON:
             raise ValueError(f"the engine ended with the unknown finish reason {generation.finish_reason!r}")
-        new_tokens = len(generation.token_ids)
+        sample.status = _STATUS_OF_FINISH_REASON[generation.finish_reason]
+        if not new_tokens:
+            return
+        continued = sample.response_length > 0
         sample.tokens = sample.tokens + generation.token_ids
         sample.response_length += new_tokens
-        sample.loss_mask = [*(sample.loss_mask or []), *[1] * new_tokens]
-        sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *generation.log_probs]
-        sample.response += generation.text or self._decode(generation.token_ids, params)
+        sample.loss_mask = [*sample.loss_mask, *[1] * new_tokens]
+        sample.rollout_log_probs = [*sample.rollout_log_probs, *generation.log_probs]
         sample.weight_versions.append(generation.weight_version)
-        sample.status = _STATUS_OF_FINISH_REASON[generation.finish_reason]
+        if continued:  # characters and stop strings may reach over the place where it was cut
+            end_at_stop_string(sample, new_tokens, params["stop"], lambda ids: self._decode(ids, params))
+        else:
+            sample.response = generation.text or self._decode(generation.token_ids, params)
 
     def _decode(self, token_ids: list[int], params: dict[str, Any]) -> str:
         return self._tokenizer.decode(
@@ -121,15 +140,36 @@ class SampleMaker:
             spaces_between_special_tokens=params["spaces_between_special_tokens"],
         )
 
-    def _function(self, path: str) -> Callable[..., Any]:
+    async def _hooked(self, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
+        for path, hook in self._sample_hooks:
+            sample = await _named(
+                sample, f"--rollout-sample-hook-path {path}", self._hook(hook, sample, policy, rollout_id)
+            )
+        return sample
+
+    async def _hook(self, hook: Any, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
+        told = hooks.accepted(hook, hooks.SampleHook, rollout_id=rollout_id, evaluation=policy.evaluation)
+        returned = hook(self._args, sample, **told)
+        if inspect.isawaitable(returned):
+            returned = await returned
+        if returned is None:
+            return sample
+        if not isinstance(returned, Sample):
+            raise TypeError(f"it must return a Sample or None, not {returned!r}")
+        _check(returned, may_be_aborted=False)
+        return returned
+
+    def _function(self, path: str) -> tuple[hooks.CustomGenerate, tuple[str, ...]]:
         if path not in self._functions:
-            self._functions[path] = resolve(path, CustomGenerate)
+            function = hooks.resolve(path, hooks.CustomGenerate)
+            names = hooks.CustomGenerate.offered
+            self._functions[path] = function, tuple(name for name in names if hooks.accepts_keyword(function, name))
         return self._functions[path]
 
 
-def _check(sample: Sample) -> None:
+def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     """Raises ValueError where a generated sample breaks an invariant that training relies on."""
-    if sample.status not in _FINISHED:
+    if sample.status not in _FINISHED and not (may_be_aborted and sample.status is SampleStatus.ABORTED):
         raise ValueError(f"it came back {sample.status.value}: it must be completed or truncated")
     if not 0 <= sample.response_length < len(sample.tokens):
         raise ValueError(f"response_length {sample.response_length} does not fit its {len(sample.tokens)} tokens")

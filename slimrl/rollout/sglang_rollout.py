@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import RolloutFunction, accepts_keyword, resolve
+from slimrl.hooks import RolloutFunction, accepted, resolve
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.output import RolloutOutput
@@ -76,12 +76,9 @@ async def call_rollout_function(
 
     It is given `generator` (None where there are no engines) and `tokenizer` where it takes them.
     """
-    told: dict[str, Any] = {"evaluation": evaluation}
-    if accepts_keyword(function, "generator"):
-        told["generator"] = None if generator is None else BlockingGenerator(generator, asyncio.get_running_loop())
-    if accepts_keyword(function, "tokenizer"):
-        told["tokenizer"] = tokenizer
-    return await asyncio.to_thread(function, args, rollout_id, data_source, **told)
+    blocking = None if generator is None else BlockingGenerator(generator, asyncio.get_running_loop())
+    told = accepted(function, RolloutFunction, generator=blocking, tokenizer=tokenizer)
+    return await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation, **told)
 
 
 async def rollout_without_engines(
@@ -89,6 +86,7 @@ async def rollout_without_engines(
 ) -> RolloutOutput:
     """One rollout by a `--rollout-function-path` that asks no engine (`--debug-train-only`)."""
     function = resolve(args.rollout_function_path, RolloutFunction)
+    data_source.begin_rollout(rollout_id)
     returned = await call_rollout_function(
         function, args, rollout_id, data_source, evaluation=False, tokenizer=tokenizer, generator=None
     )
@@ -114,7 +112,7 @@ def eval_results(returned: Any, path: str) -> dict[str, EvalResult]:
     data = returned if isinstance(returned, dict) else getattr(returned, "data", None)
     if not isinstance(data, dict):
         raise TypeError(
-            f"--rollout-function-path {path} returned {type(returned).__name__} with evaluation=True: return"
+            f"the evaluation function {path} returned {type(returned).__name__} with evaluation=True: return"
             " {name: EvalResult} or {name: {'rewards': [...], 'samples': [...]}}"
         )
     return {

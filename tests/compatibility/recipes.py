@@ -67,7 +67,6 @@ RECIPES: dict[str, Recipe] = {
  --buffer-filter-path slime.rollout.filter_hub.buffer_filters.pop_first --rollout-num-gpus-per-engine 2
  --sglang-mem-fraction-static 0.7 --sglang-server-concurrency 160 --sglang-log-level INFO
  --sglang-cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64""",
-        refused=("--partial-rollout", "--buffer-filter-path"),
     ),
     "manual: split into 2 training and 6 generating slots": Recipe(
         "qwen3-4B",

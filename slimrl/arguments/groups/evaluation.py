@@ -39,6 +39,5 @@ class EvalArguments:
     eval_min_new_tokens: int | None = flag(None, "shortest response (tokens; no minimum)", at_least=0)
     eval_function_path: str | None = flag(
         None,
-        "function that makes an evaluation's rollout (dotted import path; --rollout-function-path)",
-        not_served="use --rollout-function-path, which evaluates too",
+        "function that makes an evaluation (dotted import path; --rollout-function-path)",
     )

@@ -57,32 +57,29 @@ class RolloutArguments:
     )
     partial_rollout: bool = flag(
         False,
-        "keep unfinished responses and continue them in the next rollout",
-        not_served="responses that are cut off are made again; leave it out",
+        "keep the responses that are unfinished when a rollout is full, and continue them in the next one; needs"
+        " --over-sampling-batch-size above --rollout-batch-size, or a filter, to leave any",
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "do not train on tokens of earlier weights", not_served="it belongs to --partial-rollout; leave it out"
+        False, "do not train on the tokens that a continued response brought from earlier rollouts"
+    )
+    discard_surplus_groups: bool = flag(
+        False,
+        "generate finished groups for which a full rollout had no place anew (they go into the next rollout as they"
+        " are)",
     )
     buffer_filter_path: str | None = flag(
         None,
-        "function that chooses which unfinished groups continue (dotted import path; the oldest)",
-        not_served="it belongs to --partial-rollout; leave it out",
+        "function that chooses which waiting groups are sent out next (dotted import path; those that wait longest)",
     )
     rollout_sample_hook_path: list[str] = flag(
-        [],
-        "functions that see each sample before its reward (dotted import paths)",
-        nargs="+",
-        not_served="use --custom-generate-function-path, which makes the sample",
+        [], "functions that see each finished sample before its reward, in this order (dotted import paths)", nargs="+"
     )
     rollout_sample_filter_path: str | None = flag(
-        None,
-        "function that takes samples out of training (dotted import path)",
-        not_served="use --dynamic-sampling-filter-path, which takes whole groups out",
+        None, "function that takes samples out of training by their remove_sample (dotted import path)"
     )
     rollout_all_samples_process_path: str | None = flag(
-        None,
-        "function that sees all groups, dropped ones too (dotted import path)",
-        not_served="use --dynamic-sampling-filter-path, which sees every group",
+        None, "function that sees all judged groups of a rollout, dropped ones too (dotted import path)"
     )
     custom_convert_samples_to_train_data_path: str | None = flag(
         None,

@@ -13,14 +13,18 @@ from slimrl.arguments.rules.context import Context
 
 def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Problem]:
     """Imports each hook once and checks how it can be called."""
-    rollout_function = None if args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION else args.rollout_function_path
-    doors: list[tuple[str, str | None, type]] = [
-        ("--rollout-function-path", rollout_function, hooks.RolloutFunction),
+    doors: list[tuple[str, str | None, type[hooks.Hook]]] = [
+        ("--rollout-function-path", _own(args.rollout_function_path), hooks.RolloutFunction),
+        ("--eval-function-path", _own(args.eval_function_path), hooks.RolloutFunction),
         ("--custom-generate-function-path", args.custom_generate_function_path, hooks.CustomGenerate),
         ("--dynamic-sampling-filter-path", args.dynamic_sampling_filter_path, hooks.DynamicSamplingFilter),
+        ("--buffer-filter-path", args.buffer_filter_path, hooks.BufferFilter),
+        ("--rollout-sample-filter-path", args.rollout_sample_filter_path, hooks.SampleFilter),
+        ("--rollout-all-samples-process-path", args.rollout_all_samples_process_path, hooks.AllSamplesProcess),
         ("--custom-rm-path", args.custom_rm_path, hooks.CustomReward),
         ("--custom-reward-post-process-path", args.custom_reward_post_process_path, hooks.RewardPostProcess),
     ]
+    doors += [("--rollout-sample-hook-path", path, hooks.SampleHook) for path in args.rollout_sample_hook_path]
     for dataset in args.eval_datasets if args.eval_config is not None else []:
         where = f"--eval-config: set {dataset.name},"
         if dataset.custom_rm_path != args.custom_rm_path:
@@ -35,3 +39,8 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
             hooks.resolve(path, contract)
         except hooks.HookError as error:
             yield Problem(door.split(":")[0], ended(f"{door} {path}: {error}"))
+
+
+def _own(path: str | None) -> str | None:
+    """None for the built-in rollout function."""
+    return None if path is None or hooks.own_path(path) == DEFAULT_ROLLOUT_FUNCTION else path

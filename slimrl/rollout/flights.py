@@ -1,0 +1,122 @@
+"""The groups of one rollout that are on their way: launched, awaited in the order they finish, and landed.
+
+Promises that no task outlives `cancel`, and that landing gives back every group that was launched and not handed out,
+once. Made by the rollout loop for one rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+
+from slimrl.arguments import Arguments
+from slimrl.data.sample import Sample
+from slimrl.rollout.engine import StoppableEngine
+from slimrl.rollout.metrics import START_ROLLOUT_ID
+from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
+from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.tasks import cancel_and_wait, gather_or_cancel
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """One group on its way; `drawn` is the group as the data source gave it, `made` what became of each sample.
+
+    `generated` is set when no sample waits for an engine any more.
+    """
+
+    drawn: list[Sample]
+    made: list[list[Sample]]
+    generating: int
+    generated: asyncio.Event
+    task: asyncio.Task[None] | None = None
+
+    def group(self) -> list[Sample]:
+        """The samples as far as they have come."""
+        return [sample for samples in self.made for sample in samples]
+
+
+class Flights:
+    """Groups in flight. `len()` counts those that were launched and not handed out."""
+
+    def __init__(
+        self, args: Arguments, rollout_id: int, maker: SampleMaker, engine: StoppableEngine, plan: SamplingPlan
+    ) -> None:
+        self._args = args
+        self._rollout_id = rollout_id
+        self._maker = maker
+        self._engine = engine
+        self._plan = plan
+        self._policy = SamplePolicy.for_training(args)
+        self._flights: set[_Flight] = set()
+        self._finished: asyncio.Queue[_Flight] = asyncio.Queue()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, group: list[Sample]) -> None:
+        """Sends a group out. With `--mask-offpolicy-in-partial-rollout` what it has already is not trained on."""
+        drawn = [] if self._args.partial_rollout else copy.deepcopy(group)
+        if self._args.mask_offpolicy_in_partial_rollout:
+            for sample in group:
+                sample.loss_mask = [0] * sample.response_length
+        flight = _Flight(drawn, [[sample] for sample in group], len(group), asyncio.Event())
+        flight.task = asyncio.create_task(self._make_group(flight))
+        flight.task.add_done_callback(lambda _: self._end(flight))
+        self._flights.add(flight)
+
+    async def next(self) -> list[Sample]:
+        """The next group to finish. Raises SampleError."""
+        flight = await self._finished.get()
+        self._flights.discard(flight)
+        flight.task.result()
+        return flight.group()
+
+    async def land(self) -> list[list[Sample]]:
+        """Ends what is still in flight and gives it back, to be drawn again.
+
+        With `--partial-rollout`, groups come back as far as they have come; else finished ones whole (anew with
+        `--discard-surplus-groups`) and the others as they were drawn. Raises SampleError.
+        """
+        if not self._flights:
+            return []
+        partial = self._args.partial_rollout
+        if partial:
+            await self._engine.stop()
+            await asyncio.gather(*(flight.generated.wait() for flight in self._flights))
+        ended = [flight for flight in self._flights if flight.task.done()]
+        under_way = [flight for flight in self._flights if not flight.task.done()]
+        await cancel_and_wait(flight.task for flight in under_way)
+        if not partial:
+            await self._engine.stop()
+        for flight in ended:
+            flight.task.result()
+        self._flights.clear()
+        whole = ended + under_way if partial else [] if self._args.discard_surplus_groups else ended
+        groups = [flight.group() for flight in whole]
+        for sample in (sample for group in groups for sample in group if sample.response_length):
+            sample.metadata.setdefault(START_ROLLOUT_ID, self._rollout_id)
+        return groups + [flight.drawn for flight in ended + under_way if flight not in whole]
+
+    async def cancel(self) -> None:
+        """Ends every task; what they had is lost."""
+        await cancel_and_wait(flight.task for flight in self._flights)
+
+    def _end(self, flight: _Flight) -> None:
+        flight.generated.set()  # a task that fails or is cancelled does not come to it
+        self._finished.put_nowait(flight)
+
+    async def _make_group(self, flight: _Flight) -> None:
+        await gather_or_cancel(self._make_sample(flight, place) for place in range(len(flight.made)))
+
+    async def _make_sample(self, flight: _Flight, place: int) -> None:
+        sample = flight.made[place][0]
+        params = self._plan.params(sample, sample.index)
+        made = await self._maker.generate(sample, params, self._policy, self._rollout_id)
+        flight.made[place] = made
+        flight.generating -= 1
+        if flight.generating == 0:
+            flight.generated.set()
+        if not self._engine.stopped:
+            await self._maker.judge(made, self._policy)
