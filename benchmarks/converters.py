@@ -134,8 +134,11 @@ def load_tool(name: str):
 
 def one_run(direction: str, folder: Path) -> None:
     """Converts once in this process and prints seconds and memory as JSON."""
+    import torch
+
     from slimrl.weights.team import Team
 
+    torch.set_num_threads(1)  # as the programs do
     if direction == "there":
         tool = load_tool("convert_hf_to_torch_dist")
         flags = [*MODEL_ARGS.split(), "--hf-checkpoint", str(folder / "hf"), "--save", str(folder / "torch_dist")]

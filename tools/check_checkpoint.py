@@ -14,6 +14,8 @@ import math
 import sys
 from pathlib import Path
 
+import torch
+
 from slimrl.weights.compare import Comparison, TensorPair, compare_checkpoints
 from slimrl.weights.hub import local_hf_folder
 from slimrl.weights.names import listed
@@ -98,4 +100,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # comparing waits for the disk, not for a processor
     sys.exit(main())

@@ -168,4 +168,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # several threads of our own share the work; torch's within each would only get in the way
     sys.exit(main())

@@ -18,6 +18,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from slimrl.weights.convert import torch_dist_to_hf
 from slimrl.weights.hf_shards import MAX_SHARD_BYTES
 from slimrl.weights.hub import local_hf_folder
@@ -107,4 +109,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # several threads of our own share the work; torch's within each would only get in the way
     sys.exit(main())
