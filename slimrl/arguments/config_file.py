@@ -130,7 +130,7 @@ def _pass_through(
 
 
 def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.7)
     mend = f"did you mean {nearest[0]}?" if nearest else "docs/flags.md has them all"
     return f"{key} is no flag: put settings of your own hooks under {_OWN}; {mend}"
 

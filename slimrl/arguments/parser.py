@@ -89,7 +89,7 @@ def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], par
     if name in RETIRED_FLAGS:
         parsed.problems.append(Problem(name, f"{name} has no meaning here: {RETIRED_FLAGS[name]}."))
         return
-    nearest = difflib.get_close_matches(name, spellings, n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(name, spellings, n=1, cutoff=0.7)
     mend = f"did you mean {nearest[0]}?" if nearest else "see docs/flags.md for all flags."
     parsed.problems.append(Problem(name, f"unknown flag {name}: {mend}"))
     if nearest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RETIRED_FLAGS: dict[str, str] = {
-    "--http-proxy": "slime never read it; the http_proxy variable serves downloads, and servers are reached directly",
+    "--http-proxy": "slime never read it; leave it out, downloads follow the variable http_proxy",
     "--log-probs-max-tokens-per-gpu": "slime never read it; use --max-tokens-per-gpu, which holds for both passes",
     "--min-batch-collection-ratio": "slime never read it; leave it out",
     "--rollout-buffer-url": "it belongs to an example's own service; use --rollout-function-path",
@@ -16,11 +16,12 @@ RETIRED_FLAGS: dict[str, str] = {
     "--megatron-deepgemm-moe-forward-modules": "it needs patched engines; leave it out",
     "--recompute-loss-function": "log-probabilities are recomputed in pieces; use --log-probs-chunk-size",
     "--balance-by-flops": "micro-batches are balanced by cost already; use --balance-data",
-    "--use-critic": "no system has this flag; a critic belongs to --advantage-estimator ppo",
+    "--use-critic": "slime has no such flag, a critic comes with --advantage-estimator ppo; leave it out",
     "--recompute-activations": "use --recompute-granularity selective",
     "--checkpoint-activations": "use --recompute-granularity full with --recompute-method and --recompute-num-layers",
-    "--train-iters": "a run's length is --num-rollout or --num-epoch",
-    "--train-samples": "a run's length is --num-rollout or --num-epoch",
+    "--train-iters": "use --num-rollout or --num-epoch",
+    "--train-samples": "use --num-rollout or --num-epoch",
+    "--use-slime-router": "slimrl starts SGLang's own router; leave it out",
     "--tokenizer-type": "the tokenizer is that of --hf-checkpoint; leave it out",
     "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; leave it out",
     "--use-mcore-models": "every model is megatron-core's; leave it out",

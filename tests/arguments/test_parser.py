@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from slimrl.arguments import PassthroughFlag
@@ -67,8 +69,8 @@ def test_words_become_values(line, dest, value):
         ("--zzzzzz 3", "unknown flag --zzzzzz: see docs/flags.md for all flags."),
         (
             "--http-proxy x",
-            "--http-proxy has no meaning here: slime never read it; the http_proxy variable serves downloads, and"
-            " servers are reached directly.",
+            "--http-proxy has no meaning here: slime never read it; leave it out, downloads follow the variable"
+            " http_proxy.",
         ),
         ("--num-layers 3.5", "--num-layers 3.5 is not a whole number."),
         ("--lr fast", "--lr fast is not a number."),
@@ -101,6 +103,14 @@ def test_words_become_values(line, dest, value):
 )
 def test_words_that_fit_nowhere_are_one_sentence(line, sentence):
     assert sentences(line) == [sentence]
+
+
+def test_whatever_is_refused_by_name_says_what_to_do_instead():
+    refusals = {spec.name: spec.not_served for spec in all_flag_specs() if spec.not_served is not None}
+    deed = re.compile(
+        r"\b(use|give|leave|lower|divide|call|choose|convert|compare|dump|read|profile)\b|belongs to --|FSDP"
+    )
+    assert [name for name, reason in {**refusals, **RETIRED_FLAGS}.items() if not deed.search(reason)] == []
 
 
 def test_every_mistake_is_reported_not_only_the_first():

@@ -92,7 +92,9 @@ class AlgorithmArguments:
         not_served="use --use-rollout-logprobs, whose old policy is the one that generated",
     )
     use_rollout_entropy: bool = flag(
-        False, "entropy in the log-probability pass too", not_served="entropy is logged from the training pass"
+        False,
+        "entropy in the log-probability pass too",
+        not_served="entropy is logged from the training pass; leave it out",
     )
     use_tis: bool = flag(
         False, "weigh each token by training's over the engines' probability (truncated importance sampling)"

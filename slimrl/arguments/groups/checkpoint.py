@@ -41,7 +41,9 @@ class CheckpointArguments:
         not_served="a few kilobytes that are always saved; use --no-load-rng where they are not wanted",
     )
     async_save: bool = flag(
-        False, "write checkpoints while training goes on", not_served="a checkpoint is complete before training goes on"
+        False,
+        "write checkpoints while training goes on",
+        not_served="a checkpoint is complete before training goes on; leave it out",
     )
     save_hf: str | None = flag(
         None,

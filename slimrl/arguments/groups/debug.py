@@ -38,14 +38,16 @@ class DebugArguments:
         None, "folder for all dumps", not_served="use --save-debug-rollout-data <folder>/{rollout_id}.pt"
     )
     ci_test: bool = flag(
-        False, "check a run's numbers while it runs", not_served="every number is in summary.json of the run folder"
+        False,
+        "check a run's numbers while it runs",
+        not_served="every number is in summary.json of the run folder; leave it out",
     )
     ci_disable_kl_checker: bool = flag(False, "without its check of the KL", not_served="it belongs to --ci-test")
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1, "its bound of train_rollout_logprob_abs_diff", not_served="it belongs to --ci-test"
     )
     ci_save_grad_norm: str | None = flag(
-        None, "file for gradient norms", not_served="grad_norm of every step is in summary.json"
+        None, "file for gradient norms", not_served="grad_norm of every step is in summary.json; leave it out"
     )
     ci_load_grad_norm: str | None = flag(
         None, "file of gradient norms to compare with", not_served="compare grad_norm of two runs' summary.json"

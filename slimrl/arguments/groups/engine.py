@@ -15,7 +15,9 @@ class EngineArguments:
 
     sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)", at_least=1)
     sglang_router_ip: str | None = flag(
-        None, "address of a running router to use (slimrl starts its own)", not_served="slimrl starts its own router"
+        None,
+        "address of a running router to use (slimrl starts its own)",
+        not_served="slimrl starts its own router; leave it out",
     )
     sglang_router_port: int | None = flag(
         None,

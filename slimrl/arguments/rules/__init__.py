@@ -45,6 +45,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     paths.data_files_exist,
     paths.outputs_can_be_written,
     paths.dump_templates_name_the_rollout,
+    paths.charts_have_their_switch,
     paths.disk_transport_has_a_folder,
     checkpoints.weights_have_a_source,
     checkpoints.ref_load_is_a_checkpoint,

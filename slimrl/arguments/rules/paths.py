@@ -123,6 +123,14 @@ def dump_templates_name_the_rollout(args: Arguments, context: Context) -> Iterat
             )
 
 
+def charts_have_their_switch(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A place for TensorBoard's files asks for them."""
+    for name in ("tensorboard_dir", "tb_project_name", "tb_experiment_name"):
+        if name in context.given and not args.use_tensorboard:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(flag, f"{flag} {vars(args)[name]} belongs to --use-tensorboard: add it, or leave {flag} out.")
+
+
 def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:
     """Weights that go by files need a place for them."""
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
