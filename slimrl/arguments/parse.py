@@ -15,6 +15,7 @@ from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.parser import ParsedLine, parse_line
 from slimrl.arguments.passthrough import PassthroughTables
+from slimrl.arguments.precision import take_precision_of_model
 from slimrl.arguments.problem import Problem, report
 from slimrl.arguments.rules import Context, check
 
@@ -55,9 +56,11 @@ def read_args(
     args.notes += notes
     args.sglang_options = parsed.options.get("sglang", {})
     args.router_options = parsed.options.get("router", {})
+    context = Context(entry, frozenset(parsed.values), frozenset(parsed.broken))
+    if context.is_training:
+        take_precision_of_model(args, context.given)
     derive(args)
     eval_problems = resolve_eval_datasets(args)
-    context = Context(entry, frozenset(parsed.values), frozenset(parsed.broken))
     return args, [*parsed.problems, *eval_problems, *check(args, context)]
 
 

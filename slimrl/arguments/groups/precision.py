@@ -14,7 +14,12 @@ _FACTORY = "a quantizer of one's own is not served; use one of the recipes"
 class PrecisionArguments:
     """Number formats."""
 
-    bf16: bool = flag(False, "train in bfloat16 with fp32 master weights (without --bf16 and --fp16: fp32)")
+    bf16: bool = flag(
+        False,
+        "train in bfloat16 with fp32 master weights; without --bf16, --no-bf16 and --fp16 the format that config.json"
+        " of --hf-checkpoint states",
+        off=("--no-bf16",),
+    )
     fp16: bool = flag(False, "train in float16 with fp32 master weights and loss scaling")
     loss_scale: float | None = flag(None, "fixed loss scale of --fp16, a power of two (found while training)", above=0)
     initial_loss_scale: float = flag(2.0**32, "first loss scale tried", above=0)
