@@ -10,6 +10,7 @@ Runs on any machine, with or without a GPU; the model is never in memory as a wh
 where torchrun starts them:
 
     torchrun --nproc-per-node 4 tools/convert_hf_to_torch_dist.py ...
+    torchrun --nnodes 2 --node-rank $RANK --master-addr $MASTER_ADDR --nproc-per-node 4 tools/...   # two hosts
 """
 
 from __future__ import annotations

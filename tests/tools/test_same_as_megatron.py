@@ -52,7 +52,7 @@ def test_every_value_is_the_same(models, name):
         read_everything(folder / "release") for folder in (models[name].by_converter, models[name].by_megatron)
     )
     tensors = [key for key, value in theirs.items() if isinstance(value, torch.Tensor)]
-    assert len(tensors) >= 10
+    assert len(tensors) >= 9
     assert [key for key in tensors if not torch.equal(mine[key], theirs[key])] == []
     assert {key: mine[key] for key in mine if key not in tensors} == {
         key: theirs[key] for key in theirs if key not in tensors
