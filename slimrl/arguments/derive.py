@@ -122,6 +122,12 @@ def _names(args: Arguments) -> None:
 
 
 def _notes(args: Arguments) -> None:
+    tp, per_node = args.tensor_model_parallel_size, args.actor_num_gpus_per_node
+    if tp > per_node:
+        args.notes.append(
+            f"--tensor-model-parallel-size {tp} shares each layer among nodes of {per_node} training slots: every layer"
+            " waits for the network between them."
+        )
     if args.num_rollout is not None and args.num_epoch is not None:
         args.notes.append(f"--num-epoch {args.num_epoch} is not used: --num-rollout {args.num_rollout} goes before it.")
     if args.eval_interval is None and (args.eval_prompt_data is not None or args.eval_config is not None):

@@ -140,6 +140,8 @@ def _check(sample: Sample, position: int) -> None:
         )
     if sample.rollout_log_probs is None and sample.response_length:
         raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
+    if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
+        raise ValueError(f"{name} has a loss_mask with other values than 0 and 1: a token is trained on or it is not")
     for field in _RESPONSE_COLUMNS:
         values = getattr(sample, field)
         if values is not None and len(values) != sample.response_length:

@@ -233,3 +233,8 @@ def test_every_family_with_a_table_of_flags_has_one_of_weights():
     from slimrl.weights.families import FAMILIES
 
     assert {family.model_type for family in FAMILIES} == set(MODEL_TYPES)
+
+
+def test_odd_rotary_settings_are_no_crash():
+    args, _ = read_args(model_args("qwen3-4B"), entry="convert_hf_to_torch_dist.py")
+    assert isinstance(disagreements(args, published("qwen3-4B") | {"rope_scaling": "linear"}), list)

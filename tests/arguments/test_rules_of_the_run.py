@@ -151,11 +151,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--actor-num-nodes 1 x --actor-num-gpus-per-node 3 = 3 training slots do not divide by"
                 " --tensor-model-parallel-size 2: choose a divisor.",
             ),
-            (
-                "--actor-num-nodes 8 --actor-num-gpus-per-node 1",
-                "--tensor-model-parallel-size 2 is more than --actor-num-gpus-per-node 1: a layer is not shared"
-                " between nodes.",
-            ),
         ],
     ),
     "worker_environment_is_text": (

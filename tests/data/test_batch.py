@@ -139,3 +139,9 @@ def test_rewards_must_match_the_samples():
 def test_hooks_written_for_slime_find_the_status_in_the_sample_class():
     assert Sample.Status.TRUNCATED is SampleStatus.TRUNCATED
     assert "Status" not in Sample("prompt").to_dict()
+
+
+def test_a_loss_mask_says_yes_or_no():
+    sample = make_sample(0, [1, 2], [3, 4], loss_mask=[1, 0.5])
+    with pytest.raises(ValueError, match="other values than 0 and 1"):
+        batch_from_samples([sample], torch.zeros(1), torch.zeros(1))

@@ -12,7 +12,10 @@ _OLDER_KEYS = ("rope_theta", "partial_rotary_factor")
 def settings(config: Config) -> dict[str, Any]:
     """All of them under one roof."""
     older = {key: config[key] for key in _OLDER_KEYS if config.get(key) is not None}
-    return {**older, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    nested = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+    for entries in nested:
+        older |= entries if isinstance(entries, dict) else {}
+    return older
 
 
 def kind(config: Config) -> str:

@@ -53,7 +53,7 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
             return
     for first in range(0, len(where.train), tp):
         nodes = where.nodes_of(range(first, first + tp))
-        if len(nodes) > 1:
+        if len(nodes) > 1 and tp <= plan.args.actor_num_gpus_per_node:  # larger groups have no choice
             yield Problem(
                 "--tensor-model-parallel-size",
                 f"the training slots {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"

