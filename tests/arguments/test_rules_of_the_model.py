@@ -12,6 +12,7 @@ from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES, Context
 RULES = {rule.__name__: rule for rule in MODEL_RULES + TRAINING_RULES}
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --actor-num-gpus-per-node 8"
 EXPERTS = "--num-experts 16 --moe-router-topk 4"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
 # rule -> (lines that pass, lines that do not with their sentence)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -226,6 +227,41 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " --num-virtual-stages-per-pipeline-rank 2",
                 "--num-layers-per-virtual-pipeline-stage 2 and --num-virtual-stages-per-pipeline-rank 2 say the same"
                 " in two ways: give one.",
+            ),
+        ],
+    ),
+    "virtual_stages_are_fed": (
+        [
+            "--pipeline-model-parallel-size 2 --rollout-batch-size 12",
+            f"{VIRTUAL} --rollout-batch-size 8",
+            f"{VIRTUAL} --rollout-batch-size 9 --use-dynamic-batch-size --max-tokens-per-gpu 64",
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+        ],
+        [
+            (
+                "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 2",
+                "--microbatch-group-size-per-vp-stage 2 is for virtual stages and there are none: give"
+                " --num-layers-per-virtual-pipeline-stage, or leave it out.",
+            ),
+            (
+                f"{VIRTUAL} --no-overlap-p2p-communication",
+                "--no-overlap-p2p-communication mixes up what the virtual stages of --pipeline-model-parallel-size 2"
+                " send each other: leave it out.",
+            ),
+            (
+                f"{VIRTUAL} --microbatch-group-size-per-vp-stage 1",
+                "--microbatch-group-size-per-vp-stage 1 is less than --pipeline-model-parallel-size 2: give at"
+                " least 2.",
+            ),
+            (
+                f"{VIRTUAL} --rollout-batch-size 12",
+                "--global-batch-size 12 does not fill data parallel size 4 x 2 micro-batches of a virtual stage x"
+                " --micro-batch-size 1 = 8: choose a multiple of 8.",
+            ),
+            (
+                f"{VIRTUAL} --rollout-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 64",
+                "--global-batch-size 4 does not fill data parallel size 4 x 2 micro-batches of a virtual stage = 8:"
+                " choose at least 8.",
             ),
         ],
     ),

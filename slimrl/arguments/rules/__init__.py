@@ -69,6 +69,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     pipeline.stages_are_several,
     pipeline.layers_divide_over_stages,
     pipeline.virtual_stages_divide,
+    pipeline.virtual_stages_are_fed,
     experts.experts_divide_over_slots,
     precision.few_bits_have_their_kernels,
     precision.formats_have_their_settings,

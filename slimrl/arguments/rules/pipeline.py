@@ -84,3 +84,42 @@ def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem
             f"--num-layers {layers}{f' + {extra}' if extra else ''} does not divide by --pipeline-model-parallel-size"
             f" {stages} x {flag} {size or number} = {unit}: choose sizes whose product divides it.",
         )
+
+
+def virtual_stages_are_fed(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Virtual stages exchange what they compute without mixing it up, and take micro-batches in whole groups."""
+    stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    if stages == 1:
+        return
+    if args.virtual_pipeline_model_parallel_size is None:
+        if group is not None:
+            yield Problem(
+                "--microbatch-group-size-per-vp-stage",
+                f"--microbatch-group-size-per-vp-stage {group} is for virtual stages and there are none: give"
+                " --num-layers-per-virtual-pipeline-stage, or leave it out.",
+            )
+        return
+    if stages == 2 and not args.overlap_p2p_comm:
+        yield Problem(
+            "--no-overlap-p2p-communication",
+            "--no-overlap-p2p-communication mixes up what the virtual stages of --pipeline-model-parallel-size 2 send"
+            " each other: leave it out.",
+        )
+    if group < stages:
+        yield Problem(
+            "--microbatch-group-size-per-vp-stage",
+            f"--microbatch-group-size-per-vp-stage {group} is less than --pipeline-model-parallel-size {stages}:"
+            f" give at least {stages}.",
+        )
+        return
+    samples = 1 if args.use_dynamic_batch_size else args.micro_batch_size
+    unit = args.data_parallel_size * group * samples
+    batch = args.global_batch_size
+    if batch and (batch < unit if args.use_dynamic_batch_size else batch % unit):
+        parts = f"data parallel size {args.data_parallel_size} x {group} micro-batches of a virtual stage"
+        parts += "" if args.use_dynamic_batch_size else f" x --micro-batch-size {samples}"
+        yield Problem(
+            "--global-batch-size",
+            f"--global-batch-size {batch} does not fill {parts} = {unit}: choose"
+            f" {'at least' if args.use_dynamic_batch_size else 'a multiple of'} {unit}.",
+        )
