@@ -1,102 +1,120 @@
-"""Reads data sets row by row: JSON lines and Parquet, whole or as `path@[start:end]`.
+"""A data set as rows by number: JSON lines and Parquet files, folders of them, slices; opened by index, never loaded.
 
-A row that cannot be read is never skipped: every bad row is named with its file and line in one error.
+Promises that a row is read when it is asked for, that a bad one comes as a `BadRow` and never goes missing, and that
+every row has an address (`file:line`). Called where prompts are made of rows.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import json
-import re
-from pathlib import Path
-from typing import Any
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import orjson
-import pyarrow.parquet
+from slimrl.data.bad_row import Row
+from slimrl.data.data_path import DataPath, files_of
+from slimrl.data.jsonl import JsonlFile
 
-_SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<end>-?\d+)?\]", re.DOTALL)
-_LONG_INTEGER = re.compile(rb"\d{19}")
-_MAX_LISTED = 20
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slimrl.data.parquet import ParquetFile
 
 
 @dataclasses.dataclass(frozen=True)
-class DataPath:
-    """A data file and the rows wanted of it, as Python slices count them."""
+class _Window:
+    """The rows `first` to `end - 1` of a file."""
 
-    path: Path
-    rows: slice
+    file: JsonlFile | ParquetFile
+    first: int
+    end: int
 
-    @classmethod
-    def parse(cls, text: str) -> DataPath:
-        """`file.jsonl` or `file.jsonl@[start:end]`; either bound may be left out or negative."""
-        match = _SLICE.fullmatch(text)
-        if match is None:
-            if "@[" in text:
-                raise ValueError(f"data path {text!r}: a slice is written path@[start:end] with whole numbers")
-            return cls(Path(text), slice(None))
-        start, end = (int(match[name]) if match[name] else None for name in ("start", "end"))
-        return cls(Path(match["path"]), slice(start, end))
+    def __len__(self) -> int:
+        return self.end - self.first
 
 
-def read_rows(data_path: str) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl` or `.parquet` file in file order, one dict per row.
+class RowSet:
+    """The rows that some data paths name, numbered from 0 in the order of the paths, their files and the lines."""
 
-    Blank lines of a JSON lines file are not rows. Raises FileNotFoundError, and ValueError for an unknown
-    kind of file, for rows that are not JSON objects (all of them named) and for a slice that leaves no row.
+    def __init__(self, source: str, windows: Sequence[_Window]) -> None:
+        self.source = source
+        self._windows = windows
+        self._ends = list(itertools.accumulate(len(window) for window in windows))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """The columns that every Parquet row has; None where there is none: a row of JSON lines has its own."""
+        known = [window.file.columns for window in self._windows if window.file.columns is not None]
+        return frozenset.intersection(*known) if known else None
+
+    def where(self, row: int) -> str:
+        """The address of a row, for messages: `file:line`."""
+        window, number = self._find(row)
+        return self._windows[window].file.where(number)
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """These rows, in this order. Raises OSError where a file was changed since it was opened."""
+        by_window: dict[int, list[tuple[int, int]]] = {}
+        for place, row in enumerate(rows):
+            window, number = self._find(row)
+            by_window.setdefault(window, []).append((place, number))
+        read: list[Row] = [{}] * len(rows)
+        for window, wanted in by_window.items():
+            found = self._windows[window].file.read([number for _, number in wanted])
+            for (place, _), row in zip(wanted, found, strict=True):
+                read[place] = row
+        return read
+
+    def blocks(self, digest: hashlib._Hash) -> Iterator[list[Row]]:
+        """All rows in order, a block at a time. `digest` takes what they are made of, wherever the files lie.
+
+        May run in another thread than `read`.
+        """
+        for window in self._windows:
+            yield from window.file.blocks(window.first, window.end, digest)
+
+    def _find(self, row: int) -> tuple[int, int]:
+        """The window of a row, and its number in that window's file."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {self.source}, which has {len(self)}")
+        window = bisect.bisect_right(self._ends, row)
+        return window, self._windows[window].end - (self._ends[window] - row)
+
+
+def open_rows(data_paths: str | Sequence[str], columns: Sequence[str] | None = None) -> RowSet:
+    """Opens `.jsonl` and `.parquet` files and folders of them, whole or as `path@[start:end]`, one after another.
+
+    `columns` are those that will be looked at (all where None); a row may come with more. Blank lines are not rows.
+    Raises FileNotFoundError, and ValueError for an unknown kind of file and for a path that names no row.
     """
+    paths = [data_paths] if isinstance(data_paths, str) else data_paths
+    return RowSet(" ".join(paths), [window for path in paths for window in _windows(path, columns)])
+
+
+def _windows(data_path: str, columns: Sequence[str] | None) -> list[_Window]:
     wanted = DataPath.parse(data_path)
-    path = wanted.path
-    if not path.is_file():
-        raise FileNotFoundError(f"data file {path} does not exist: give an existing .jsonl or .parquet file")
-    if path.suffix == ".jsonl":
-        rows = _read_jsonl(path, wanted.rows)
-    elif path.suffix == ".parquet":
-        rows = _read_parquet(path, wanted.rows)
-    else:
-        raise ValueError(f"data file {path}: the kind {path.suffix!r} is not known, use .jsonl or .parquet")
-    if not rows:
+    files = [_open(file, columns) for file in files_of(wanted.path)]
+    start, end, _ = wanted.rows.indices(sum(len(file) for file in files))
+    windows, before = [], 0
+    for file in files:
+        first, last = max(start - before, 0), min(end - before, len(file))
+        if first < last:
+            windows.append(_Window(file, first, last))
+        before += len(file)
+    if not windows:
         raise ValueError(f"data file {data_path} holds no rows: give a file (and slice) with at least one row")
-    return rows
+    return windows
 
 
-def _read_jsonl(path: Path, wanted: slice) -> list[dict[str, Any]]:
-    numbered = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
-    rows: list[dict[str, Any]] = []
-    bad: list[str] = []
-    for number, line in numbered[wanted]:
-        try:
-            row = _parse(line)
-        except ValueError as error:
-            bad.append(f"{path}:{number}: not valid JSON: {error}")
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            bad.append(f"{path}:{number}: a row must be a JSON object, this one is {type(row).__name__}")
-    raise_for_bad_rows(str(path), bad)
-    return rows
+def _open(path: Path, columns: Sequence[str] | None) -> JsonlFile | ParquetFile:
+    if path.suffix == ".jsonl":
+        return JsonlFile(path)
+    # imported here: it takes 50 MB, and most data is JSON lines
+    from slimrl.data.parquet import ParquetFile
 
-
-def _parse(line: bytes) -> Any:
-    """orjson turns integers of more than 64 bits into floats; such a line is left to the standard library."""
-    if _LONG_INTEGER.search(line):
-        orjson.loads(line)  # the same strictness for every line: json alone would let NaN pass
-        return json.loads(line)
-    return orjson.loads(line)
-
-
-def _read_parquet(path: Path, wanted: slice) -> list[dict[str, Any]]:
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"data file {path} is not a Parquet file: {error}") from error
-    start, end, _ = wanted.indices(table.num_rows)
-    return table.slice(start, max(end - start, 0)).to_pylist()
-
-
-def raise_for_bad_rows(source: str, bad: list[str]) -> None:
-    """Raises ValueError listing `bad` (one sentence per row, the first twenty in full); nothing where it is empty."""
-    if not bad:
-        return
-    more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
-    raise ValueError("\n  ".join([f"{len(bad)} bad rows in {source}, mend or remove them:", *bad[:_MAX_LISTED], *more]))
+    return ParquetFile(path, columns)

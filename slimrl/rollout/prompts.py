@@ -1,26 +1,27 @@
-"""Turns data rows into prompts: text or chat messages to token ids, once, with label and metadata beside them.
+"""Turns data rows into prompts: text or chat messages to token ids, with label and metadata beside them.
 
-Every row becomes exactly one prompt or is counted as too long; bad rows are all named in one error.
-Called by the training data source and by evaluation, so that both see a row the same way.
+Every row becomes exactly one prompt, or says why not: it is bad, or longer than the limit. Called by the training data
+source, which makes prompts as it draws them, and by evaluation, which makes all of a set at once; both see a row alike.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
 import logging
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.readers import raise_for_bad_rows, read_rows
+from slimrl.data.bad_row import BadRow, Row, bad_rows_error
+from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
 
 logger = logging.getLogger(__name__)
 
 TOOLS_KEY = "tools"
-_TOKENIZER_BATCH = 1024
+BATCH_ROWS = 1024  # rows that are read and tokenised at a time where all of a set are wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,11 @@ class PromptFormat:
     chat_template_kwargs: dict[str, Any]
     max_prompt_len: int | None  # tokens; longer prompts are left out
     keep_messages: bool  # a custom generate function may take messages as they are, without tokens
+
+    @property
+    def columns(self) -> list[str]:
+        """Every column that is looked at."""
+        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,92 +68,149 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class TooLong:
+    """What stands in the place of a prompt above the length limit."""
+
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptSet:
     """The prompts of one data set in file order, those above the length limit left out and counted."""
 
     source: str
     prompts: list[Prompt]
     too_long: int
-    fingerprint: str  # of every prompt's tokens and label, in order
 
     def __len__(self) -> int:
         return len(self.prompts)
 
 
-def load_prompts(data_path: str, prompt_format: PromptFormat, tokenizer: Any) -> PromptSet:
-    """Reads, checks, renders and tokenises a data set; `tokenizer` is a transformers tokenizer.
+class PromptMaker:
+    """Checks, renders and tokenises rows; `tokenizer` is a transformers tokenizer.
 
     Token ids equal `tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)`, or
-    `tokenizer(text, add_special_tokens=False)` without a chat template. Raises ValueError naming every bad
-    row, and where the length limit leaves no prompt.
+    `tokenizer(text, add_special_tokens=False)` without a chat template.
     """
-    rows = read_rows(data_path)
-    contents = _render_rows(data_path, rows, prompt_format, tokenizer)
-    limit = prompt_format.max_prompt_len
+
+    def __init__(self, form: PromptFormat, tokenizer: Any) -> None:
+        self._form = form
+        self._tokenizer = tokenizer
+
+    def make(self, rows: Sequence[Row]) -> list[Prompt | TooLong | BadRow]:
+        """One result per row, in their order."""
+        contents = [self._content(row) for row in rows]
+        token_ids = self._tokenize(contents)
+        limit = self._form.max_prompt_len
+        made: list[Prompt | TooLong | BadRow] = []
+        for row, content, ids in zip(rows, contents, token_ids, strict=True):
+            if isinstance(content, BadRow) or isinstance(row, BadRow):
+                made.append(content)
+            elif limit is not None and len(ids) > limit:
+                made.append(TooLong(len(ids)))
+            else:
+                label = None if self._form.label_key is None else row[self._form.label_key]
+                made.append(Prompt(content, ids, label, _metadata(row, self._form)))
+        return made
+
+    def _content(self, row: Row) -> str | list[dict[str, Any]] | BadRow:
+        """What the model is asked."""
+        fault = row_fault(row, self._form)
+        if fault is not None:
+            return BadRow(fault)
+        content = row[self._form.input_key]
+        if not self._form.apply_chat_template:
+            return content
+        try:
+            return self._tokenizer.apply_chat_template(
+                _messages(content),
+                tools=_tools(row, self._form),
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._form.chat_template_kwargs,
+            )
+        except Exception as error:  # the template is the model's own program: it may raise anything
+            return BadRow(f"the chat template refuses it: {type(error).__name__}: {error}")
+
+    def _tokenize(self, contents: list[str | list[dict[str, Any]] | BadRow]) -> list[array[int]]:
+        """Token ids as unsigned 32-bit arrays: a list of Python integers would take nine times the memory."""
+        token_ids = [array("I") for _ in contents]
+        texts = [place for place, content in enumerate(contents) if isinstance(content, str)]
+        if texts:
+            encoded = self._tokenizer([contents[place] for place in texts], add_special_tokens=False)
+            for place, ids in zip(texts, encoded["input_ids"], strict=True):
+                token_ids[place].extend(ids)
+        return token_ids
+
+
+def row_fault(row: Row, form: PromptFormat) -> str | None:
+    """What is wrong with a row, as far as can be told without a tokenizer; None where nothing is."""
+    if isinstance(row, BadRow):
+        return row.reason
+    try:
+        _metadata(row, form)
+        if form.label_key is not None and form.label_key not in row:
+            raise ValueError(f"no column {form.label_key!r} (--label-key); it has {sorted(row)}")
+        content = row.get(form.input_key)
+        if not content:
+            state = "an empty" if form.input_key in row else "no"
+            raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")
+        if form.apply_chat_template:
+            if not isinstance(content, str) and not _are_messages(content):
+                raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
+        elif not isinstance(content, str) and not form.keep_messages:
+            raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def open_prompt_rows(data_paths: str | Sequence[str], form: PromptFormat) -> RowSet:
+    """The rows of these files, which have the columns. Raises ValueError where a Parquet file lacks one."""
+    rows = open_rows(data_paths, form.columns)
+    for key, flag in ((form.input_key, "--input-key"), (form.label_key, "--label-key")):
+        if rows.columns is not None and key is not None and key not in rows.columns:
+            known = ", ".join(map(repr, sorted(rows.columns)))
+            raise ValueError(f"data set {rows.source} has no column {key!r} ({flag}) but {known}: name one of them")
+    return rows
+
+
+def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSet:
+    """All prompts of a data set at once.
+
+    Raises BadRowsError naming every bad row, and ValueError where the length limit leaves no prompt.
+    """
+    rows, maker = open_prompt_rows(data_path, form), PromptMaker(form, tokenizer)
     prompts: list[Prompt] = []
-    for row, content, token_ids in zip(rows, contents, _tokenize(contents, tokenizer), strict=True):
-        if limit is None or len(token_ids) <= limit:
-            label = row[prompt_format.label_key] if prompt_format.label_key is not None else None
-            prompts.append(Prompt(content, token_ids, label, _metadata(row, prompt_format)))
-    too_long = len(rows) - len(prompts)
+    bad: list[str] = []
+    for start in range(0, len(rows), BATCH_ROWS):
+        numbers = range(start, min(start + BATCH_ROWS, len(rows)))
+        for number, made in zip(numbers, maker.make(rows.read(numbers)), strict=True):
+            if isinstance(made, BadRow):
+                bad.append(f"{rows.where(number)}: {made.reason}")
+            elif isinstance(made, Prompt):
+                prompts.append(made)
+    if bad:
+        raise bad_rows_error(data_path, bad, 0, "mend or remove them")
     if not prompts:
         raise ValueError(
-            f"data set {data_path}: all {len(rows)} prompts are longer than the limit of {limit} tokens"
-            " (--rollout-max-prompt-len, --eval-max-prompt-len): raise the limit or give shorter prompts"
+            f"data set {data_path}: all {len(rows)} prompts are longer than the limit of {form.max_prompt_len} tokens"
+            " (--eval-max-prompt-len): raise the limit or give shorter prompts"
         )
+    too_long = len(rows) - len(prompts)
     if too_long:
-        logger.warning("%s: left out %d of %d prompts, longer than %d tokens", data_path, too_long, len(rows), limit)
-    return PromptSet(data_path, prompts, too_long, _fingerprint(prompts))
-
-
-def _render_rows(
-    source: str, rows: list[dict[str, Any]], form: PromptFormat, tokenizer: Any
-) -> list[str | list[dict[str, Any]]]:
-    contents: list[str | list[dict[str, Any]]] = []
-    bad: list[str] = []
-    for number, row in enumerate(rows):
-        try:
-            _metadata(row, form)
-            if form.label_key is not None and form.label_key not in row:
-                raise ValueError(f"no column {form.label_key!r} (--label-key); it has {sorted(row)}")
-            contents.append(_render(row, form, tokenizer))
-        except ValueError as error:
-            bad.append(f"row {number} (the first is 0): {error}")
-    raise_for_bad_rows(source, bad)
-    return contents
-
-
-def _render(row: dict[str, Any], form: PromptFormat, tokenizer: Any) -> str | list[dict[str, Any]]:
-    """What the model is asked. Raises ValueError saying what is wrong with the row."""
-    content = row.get(form.input_key)
-    if not content:
-        state = "an empty" if form.input_key in row else "no"
-        raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")
-    if form.apply_chat_template:
-        return _apply_chat_template(_messages(content, form), row, form, tokenizer)
-    if isinstance(content, str) or form.keep_messages:
-        return content
-    raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
-
-
-def _messages(content: Any, form: PromptFormat) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"role": "user", "content": content}]
-    if not isinstance(content, list) or not all(isinstance(m, dict) and "role" in m for m in content):
-        raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
-    return content
-
-
-def _apply_chat_template(
-    messages: list[dict[str, Any]], row: dict[str, Any], form: PromptFormat, tokenizer: Any
-) -> str:
-    tools = _tools(row, form)
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **form.chat_template_kwargs
+        logger.warning(
+            "%s: left out %d of %d prompts, longer than %d tokens", data_path, too_long, len(rows), form.max_prompt_len
         )
-    except Exception as error:  # the template is the model's own program: it may raise anything
-        raise ValueError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+    return PromptSet(data_path, prompts, too_long)
+
+
+def _messages(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def _are_messages(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(message, dict) and "role" in message for message in content)
 
 
 def _tools(row: dict[str, Any], form: PromptFormat) -> list[Any] | None:
@@ -176,27 +239,6 @@ def _metadata(row: dict[str, Any], form: PromptFormat) -> dict[str, Any]:
         raise ValueError(f"{form.metadata_key!r} (--metadata-key) must be an object, not {type(metadata).__name__}")
     tools = _tools(row, form)
     return metadata if tools is None else {**metadata, TOOLS_KEY: tools}
-
-
-def _tokenize(contents: list[str | list[dict[str, Any]]], tokenizer: Any) -> list[array[int]]:
-    """Token ids as unsigned 32-bit arrays: a list of Python integers would take nine times the memory."""
-    token_ids = [array("I") for _ in contents]
-    texts = [row for row, content in enumerate(contents) if isinstance(content, str)]
-    for start in range(0, len(texts), _TOKENIZER_BATCH):
-        rows = texts[start : start + _TOKENIZER_BATCH]
-        encoded = tokenizer([contents[row] for row in rows], add_special_tokens=False)
-        for row, ids in zip(rows, encoded["input_ids"], strict=True):
-            token_ids[row].extend(ids)
-    return token_ids
-
-
-def _fingerprint(prompts: list[Prompt]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        label = json.dumps(prompt.label, sort_keys=True, default=str).encode()
-        digest.update(len(prompt.token_ids).to_bytes(8, "little") + prompt.token_ids.tobytes())
-        digest.update(len(label).to_bytes(8, "little") + label)
-    return digest.hexdigest()
 
 
 def _independent(value: Any) -> Any:

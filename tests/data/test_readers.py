@@ -1,14 +1,31 @@
 """Data files come in whole, in order, and never lose a row in silence."""
 
+import hashlib
 import json
+import os
+import random
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from slimrl.data.readers import DataPath, read_rows
+from slimrl.data import jsonl as jsonl_reader
+from slimrl.data import parquet as parquet_reader
+from slimrl.data.bad_row import BadRow
+from slimrl.data.data_path import DataMix, DataPath
+from slimrl.data.readers import open_rows
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(10)]
+
+
+def read_rows(paths):
+    """All rows, read by number and as blocks, which must agree."""
+    rows = open_rows(paths)
+    read = rows.read(range(len(rows)))
+    assert [row for block in rows.blocks(hashlib.blake2b()) for row in block] == read
+    return read
 
 
 @pytest.fixture
@@ -45,26 +62,54 @@ def test_a_slice_without_rows_is_refused(kind, text, request):
         read_rows(f"{request.getfixturevalue(kind)}@[{text}]")
 
 
-def test_every_bad_row_is_named_with_its_line(tmp_path):
+def test_a_bad_row_stands_in_its_place_and_is_addressed_by_its_line(tmp_path):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": \n\n[1, 2]\n{"prompt": NaN}\n')
-    with pytest.raises(ValueError) as caught:
-        read_rows(str(path))
-    message = str(caught.value)
-    assert message.startswith("3 bad rows in ")
-    assert f"{path}:2: not valid JSON" in message
-    assert f"{path}:4: a row must be a JSON object, this one is list" in message
-    assert f"{path}:5: not valid JSON" in message
-    assert f"{path}:1:" not in message
+    path.write_text('\n{"prompt": "a"}\n{"prompt": \n\n  \t\n[1, 2]\n{"prompt": NaN}\n\n')
+    rows = open_rows(str(path))
+    assert [rows.where(row) for row in range(4)] == [f"{path}:{line}" for line in (2, 3, 6, 7)]
+    read = read_rows(str(path))
+    assert read[0] == {"prompt": "a"}
+    assert [row.reason.split(":")[0] for row in read[1:]] == [
+        "not valid JSON",
+        "a row must be a JSON object, this one is list",
+        "not valid JSON",
+    ]
 
 
-def test_a_hundred_bad_rows_make_a_short_message(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text("x\n" * 100)
-    with pytest.raises(ValueError) as caught:
-        read_rows(str(path))
-    assert len(str(caught.value).splitlines()) == 22
-    assert "and 80 more" in str(caught.value)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(
+        st.sampled_from(['{"a": 1}', "{}", "", " ", '  {"b": "' + "x" * 90 + '"}', "oops", "\t"]), max_size=40
+    ),
+    ending=st.sampled_from(["", "\n"]),
+    chunk=st.integers(1, 200),
+)
+def test_the_index_finds_the_lines_that_splitting_the_text_finds(tmp_path, monkeypatch, lines, ending, chunk):
+    monkeypatch.setattr(jsonl_reader, "_CHUNK", chunk)
+    monkeypatch.setattr(jsonl_reader, "_BLOCK", chunk)
+    path = tmp_path / "any.jsonl"
+    path.write_text("\n".join(lines) + ending)
+    expected = [(number, line) for number, line in enumerate(path.read_text().split("\n"), 1) if line.strip()]
+    file = jsonl_reader.JsonlFile(path)
+    assert [file.where(row) for row in range(len(file))] == [f"{path}:{number}" for number, _ in expected]
+    values = [None if line == "oops" else json.loads(line) for _, line in expected]
+    order = random.sample(range(len(file)), len(file))
+    read = [None if isinstance(row, BadRow) else row for row in file.read(order)]
+    assert read == [values[row] for row in order]
+    blocks = [row for block in file.blocks(0, len(file), hashlib.blake2b()) for row in block]
+    assert [None if isinstance(row, BadRow) else row for row in blocks] == values
+
+
+def test_a_file_that_changes_under_the_run_is_noticed(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    rows = open_rows(str(path))
+    path.write_text('{"a": 1234567}\n')
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(OSError, match="train.jsonl was changed while it was in use"):
+        rows.read([1])
+    with pytest.raises(OSError, match="train.jsonl was changed while it was in use"):
+        list(rows.blocks(hashlib.blake2b()))
 
 
 def test_a_missing_last_newline_and_windows_line_ends_change_nothing(tmp_path):
@@ -76,7 +121,7 @@ def test_a_missing_last_newline_and_windows_line_ends_change_nothing(tmp_path):
 def test_integers_beyond_64_bits_stay_exact(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text('{"label": 123456789012345678901234567890}\n{"label": 18446744073709551616}\n')
-    assert [row["label"] for row in read_rows(str(path))] == [123456789012345678901234567890, 2**64]
+    assert [row["label"] for row in open_rows(str(path)).read([0, 1])] == [123456789012345678901234567890, 2**64]
 
 
 def test_a_missing_file_and_an_unknown_kind_are_named(tmp_path):
@@ -97,3 +142,75 @@ def test_a_malformed_slice_is_refused_and_a_plain_at_sign_is_not():
     with pytest.raises(ValueError, match=r"path@\[start:end\]"):
         DataPath.parse("train.jsonl@[1:2:3]")
     assert str(DataPath.parse("me@home.jsonl").path) == "me@home.jsonl"
+
+
+def test_a_folder_is_its_data_files_one_after_another(jsonl, tmp_path):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text(jsonl.read_text())
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:3]), folder / "a.parquet")
+    (folder / "README.md").write_text("not data")
+    assert read_rows(str(folder)) == ROWS[:3] + ROWS
+    assert read_rows(f"{folder}@[2:5]") == [ROWS[2], ROWS[0], ROWS[1]]
+    rows = open_rows(f"{folder}@[2:5]")
+    assert [rows.where(row) for row in range(3)] == [
+        f"{folder}/a.parquet: row 3",
+        f"{folder}/b.jsonl:1",
+        f"{folder}/b.jsonl:2",
+    ]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no .jsonl or .parquet file"):
+        open_rows(str(tmp_path / "empty"))
+
+
+def test_several_paths_follow_one_another_each_with_its_slice(jsonl, parquet):
+    assert read_rows([f"{jsonl}@[:2]", f"{parquet}@[-2:]"]) == ROWS[:2] + ROWS[-2:]
+    with pytest.raises(IndexError, match="row 4 of .* which has 4"):
+        open_rows([f"{jsonl}@[:2]", f"{parquet}@[-2:]"]).read([4])
+
+
+def test_parquet_rows_come_in_any_order_from_any_row_group_with_little_kept(tmp_path, monkeypatch):
+    path = tmp_path / "groups.parquet"
+    rows = [{"prompt": f"{i}" * 20, "label": i, "unused": "x"} for i in range(100)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    monkeypatch.setattr(parquet_reader, "_BUDGET", 1000)
+    opened = open_rows(str(path), ["prompt", "label", "metadata"])
+    order = random.Random(0).sample(range(100), 100)
+    wanted = [{"prompt": row["prompt"], "label": row["label"]} for row in rows]
+    assert opened.read(order) == [wanted[row] for row in order]
+    (window,) = opened._windows
+    assert len(window.file._decoded) < 5
+    assert [row for block in opened.blocks(hashlib.blake2b()) for row in block] == wanted
+    assert opened.columns == {"prompt", "label", "unused"}
+
+
+@pytest.mark.parametrize(
+    ("words", "paths", "probabilities"),
+    [
+        ("a=0.5", ("a=0.5",), None),
+        (["odd=0.5.jsonl"], ("odd=0.5.jsonl",), None),
+        (["a.jsonl", "b.jsonl@[1:2]"], ("a.jsonl", "b.jsonl@[1:2]"), None),
+        (["a.jsonl=0.25", "b.jsonl@[1:2]=.75"], ("a.jsonl", "b.jsonl@[1:2]"), (0.25, 0.75)),
+        (["x=1/a=2.5e-1", "b=0.5", "c=0.25"], ("x=1/a", "b", "c"), (0.25, 0.5, 0.25)),
+    ],
+)
+def test_probabilities_stand_behind_the_paths_of_a_mix(words, paths, probabilities):
+    assert DataMix.parse(words) == DataMix(paths, probabilities)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a=0.5", "b=0.4"], "a=0.5 b=0.4 has probabilities that sum to 0.9: make their sum 1"),
+        (
+            ["a=0.5", "b"],
+            "a=0.5 b gives a probability to some sets and none to b: give each set path=probability, or none",
+        ),
+        (["a=0", "b=1"], "a=0 has the probability 0: give a number between 0 and 1"),
+        (["a=1.5", "b=0.5"], "a=1.5 has the probability 1.5: give a number between 0 and 1"),
+    ],
+)
+def test_a_mix_that_does_not_add_up_is_refused(words, sentence):
+    with pytest.raises(ValueError) as caught:
+        DataMix.parse(words)
+    assert str(caught.value) == sentence

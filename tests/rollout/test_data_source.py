@@ -1,6 +1,7 @@
 """Prompts come once per epoch, in an order that only the seed decides, and a resumed run goes on exactly there."""
 
 import json
+import logging
 import random
 
 import pytest
@@ -82,7 +83,7 @@ def source_group(make_args, tokenizer, number):
 def test_a_state_of_other_data_is_refused(make_args, write_rows, tokenizer):
     state = RolloutDataSource(make_args(), tokenizer).state_dict()
     longer = write_rows([{"prompt": "a", "label": 1}] * 13, "longer.jsonl")
-    with pytest.raises(ValueError, match=r"longer.jsonl \(13 prompts\) is not the data set of the checkpoint, .*12"):
+    with pytest.raises(ValueError, match=r"longer.jsonl \(13 rows\) is not the data set of the checkpoint, .*12"):
         RolloutDataSource(make_args(prompt_data=longer), tokenizer).load_state_dict(state)
     other = write_rows([{"prompt": "a", "label": 1}] * 12, "other.jsonl")
     with pytest.raises(ValueError, match="is not the data set of the checkpoint"):
@@ -107,10 +108,182 @@ def test_a_state_of_another_order_is_refused(make_args, tokenizer):
 
 def test_a_state_of_another_version_is_refused(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
-    with pytest.raises(ValueError, match="has version 99, this slimrl reads 1"):
+    with pytest.raises(ValueError, match="has version 99, this slimrl reads 2"):
         source.load_state_dict({**source.state_dict(), "version": 99})
 
 
 def test_a_negative_number_of_groups_is_refused(make_args, tokenizer):
     with pytest.raises(ValueError, match="asked for -1 groups"):
         RolloutDataSource(make_args(), tokenizer).get_samples(-1)
+
+
+def test_blank_samples_are_handed_out_where_there_is_no_data_set(make_args, tokenizer):
+    source = RolloutDataSource(make_args(prompt_data=None, rollout_global_dataset=False), tokenizer)
+    groups = source.get_samples(2)
+    assert len(source) == 0
+    assert [[(s.group_index, s.index, s.prompt, s.tokens) for s in group] for group in groups] == [
+        [(0, 0, "", []), (0, 1, "", [])],
+        [(1, 2, "", []), (1, 3, "", [])],
+    ]
+    resumed = RolloutDataSource(make_args(prompt_data=None, rollout_global_dataset=False), tokenizer)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(1)[0][0].index == 4
+    with pytest.raises(ValueError, match="--disable-rollout-global-dataset, or the other way round"):
+        RolloutDataSource(make_args(), tokenizer).load_state_dict(source.state_dict())
+
+
+@pytest.fixture
+def uneven(write_rows):
+    """Ten prompts of which rows 2, 5 and 9 are longer than six bytes."""
+    return write_rows([{"prompt": "x" * (7 if i in (2, 5, 9) else 5) + str(i), "label": i} for i in range(10)])
+
+
+@relaxed
+@given(draws=st.lists(st.integers(0, 9), min_size=1, max_size=8), shuffle=st.booleans())
+def test_prompts_above_the_limit_are_passed_over_and_the_others_come_once_per_epoch(
+    make_args, uneven, tokenizer, draws, shuffle
+):
+    source = RolloutDataSource(
+        make_args(prompt_data=uneven, rollout_max_prompt_len=6, rollout_shuffle=shuffle), tokenizer
+    )
+    labels = [group[0].label for count in draws for group in source.get_samples(count)]
+    kept = [0, 1, 3, 4, 6, 7, 8]
+    for start in range(0, len(labels), 7):
+        epoch = labels[start : start + 7]
+        assert len(set(epoch)) == len(epoch) and set(epoch) <= set(kept)
+    assert [group[0].index for group in source.get_samples(1)] == [2 * len(labels)]
+
+
+def test_the_end_of_an_epoch_says_how_many_prompts_were_too_long(make_args, uneven, tokenizer, caplog):
+    source = RolloutDataSource(make_args(prompt_data=uneven, rollout_max_prompt_len=6), tokenizer)
+    with caplog.at_level(logging.WARNING):
+        source.get_samples(3)
+        assert source.too_long == 1
+        assert "leaving out prompts longer than 6 tokens" in caplog.text and ":3 has 8" in caplog.text
+        source.get_samples(5)
+    assert "epoch 0 left out 3 of 10 prompts, longer than 6 tokens" in caplog.text
+    assert (source.epoch, source.too_long) == (1, 0)
+
+
+def test_an_epoch_counts_only_usable_prompts_where_it_gives_the_run_its_length(make_args, uneven, tokenizer):
+    limit = {"prompt_data": uneven, "rollout_max_prompt_len": 6}
+    assert len(RolloutDataSource(make_args(**limit, num_epoch=1), tokenizer)) == 7
+    assert len(RolloutDataSource(make_args(**limit, num_epoch=1, num_rollout=4), tokenizer)) == 10
+    assert len(RolloutDataSource(make_args(prompt_data=uneven, num_epoch=1), tokenizer)) == 10
+
+
+def test_data_of_which_nothing_can_be_used_is_refused(make_args, uneven, tokenizer):
+    source = RolloutDataSource(make_args(prompt_data=uneven, rollout_max_prompt_len=2), tokenizer)
+    with pytest.raises(ValueError, match="no prompt to train on: 10 of 10 are longer than --rollout-max-prompt-len 2"):
+        source.get_samples(1)
+
+
+@relaxed
+@given(before=st.integers(0, 20), after=st.integers(1, 20))
+def test_a_resumed_source_passes_over_the_same_prompts(make_args, uneven, tokenizer, before, after):
+    args = make_args(prompt_data=uneven, rollout_max_prompt_len=6, rollout_shuffle=True)
+    source, resumed = RolloutDataSource(args, tokenizer), RolloutDataSource(args, tokenizer)
+    source.get_samples(before)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(after) == source.get_samples(after)
+    assert resumed.state_dict() == source.state_dict()
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Eight rows; lines 2 and 5 cannot be read, line 7 has no label."""
+    lines = [json.dumps({"prompt": f"p{i}", "label": i}) for i in range(8)]
+    lines[1], lines[4], lines[6] = "{oops", "[1]", '{"prompt": "p6"}'
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_one_bad_row_too_many_ends_the_run_and_all_are_named_by_file_and_line(make_args, broken, tokenizer):
+    for allowed in (0, 2):
+        with pytest.raises(ValueError) as caught:
+            RolloutDataSource(make_args(prompt_data=broken, max_bad_rows=allowed), tokenizer)
+        lines = str(caught.value).splitlines()
+        assert lines[0].startswith("3 bad rows in ") and lines[0].endswith(
+            "raise --max-bad-rows to leave that many out"
+        )
+        assert [line.strip().split(": ")[0] for line in lines[1:]] == [f"{broken}:{number}" for number in (2, 5, 7)]
+
+
+def test_allowed_bad_rows_are_left_out_and_logged(make_args, broken, tokenizer, caplog):
+    args = make_args(prompt_data=broken, max_bad_rows=3, num_epoch=1)
+    with caplog.at_level(logging.WARNING):
+        source = RolloutDataSource(args, tokenizer)
+    assert [f"{broken}:{number}: " in caplog.text for number in (2, 5, 7)] == [True] * 3
+    assert len(source) == 5
+    labels = [group[0].label for group in source.get_samples(10)]
+    assert labels == [0, 2, 3, 5, 7] * 2
+    resumed = RolloutDataSource(args, tokenizer)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(3) == source.get_samples(3)
+
+
+def test_a_row_that_only_the_chat_template_refuses_counts_when_it_is_drawn(make_args, write_rows, tokenizer):
+    refusing = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    refusing.chat_template = "{% if messages[0]['content'] == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
+    path = write_rows([{"prompt": letter, "label": letter} for letter in "abc"])
+    source = RolloutDataSource(make_args(prompt_data=path, apply_chat_template=True), refusing)
+    assert source.get_samples(1)[0][0].label == "a"
+    with pytest.raises(ValueError, match=r"1 bad row in .*\n.*:2: the chat template refuses it: .*no b"):
+        source.get_samples(1)
+    source = RolloutDataSource(make_args(prompt_data=path, apply_chat_template=True, max_bad_rows=1), refusing)
+    assert [group[0].label for group in source.get_samples(4)] == ["a", "c", "a", "c"]
+
+
+def mixed_args(make_args, write_rows, **overrides):
+    for name, size in (("math", 20), ("code", 5)):
+        write_rows([{"prompt": f"{name}{i}", "label": name} for i in range(size)], f"{name}.jsonl")
+    folder = write_rows([], "none.jsonl").removesuffix("none.jsonl")
+    return make_args(prompt_data=[f"{folder}math.jsonl=0.75", f"{folder}code.jsonl=0.25"], **overrides)
+
+
+def test_sets_are_mixed_by_their_probabilities_and_each_keeps_its_epochs(make_args, write_rows, tokenizer):
+    source = RolloutDataSource(mixed_args(make_args, write_rows, rollout_shuffle=True), tokenizer)
+    samples = [group[0] for group in source.get_samples(4000)]
+    share = sum(sample.label == "math" for sample in samples) / 4000
+    assert abs(share - 0.75) < 3 * (0.75 * 0.25 / 4000) ** 0.5  # three standard deviations of a binomial
+    for name, size in (("math", 20), ("code", 5)):
+        prompts = [sample.prompt for sample in samples if sample.label == name]
+        for start in range(0, len(prompts) - size, size):
+            assert sorted(prompts[start : start + size]) == sorted(f"{name}{i}" for i in range(size))
+    assert len(source) == 25
+
+
+@relaxed
+@given(before=st.lists(st.integers(0, 9), max_size=4), after=st.integers(1, 30), seed=st.integers(0, 5))
+def test_a_mix_is_the_same_however_it_is_drawn_and_resumed(make_args, write_rows, tokenizer, before, after, seed):
+    args = mixed_args(make_args, write_rows, rollout_shuffle=True, rollout_seed=seed)
+    expected = RolloutDataSource(args, tokenizer).get_samples(sum(before) + after)
+    source = RolloutDataSource(args, tokenizer)
+    assert [group for count in before for group in source.get_samples(count)] == expected[: sum(before)]
+    resumed = RolloutDataSource(args, tokenizer)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(after) == expected[sum(before) :]
+
+
+def test_a_state_of_another_mix_is_refused(make_args, write_rows, tokenizer):
+    args = mixed_args(make_args, write_rows)
+    state = RolloutDataSource(args, tokenizer).state_dict()
+    args.prompt_data = [path.replace("0.75", "0.5").replace("0.25", "0.5") for path in args.prompt_data]
+    with pytest.raises(ValueError, match=r"has the probabilities \[0.5, 0.5\] and the checkpoint's, .* \[0.75, 0.25\]"):
+        RolloutDataSource(args, tokenizer).load_state_dict(state)
+
+
+def test_several_paths_without_probabilities_are_one_set(make_args, write_rows, tokenizer):
+    paths = [write_rows([{"prompt": f"{name}{i}", "label": i} for i in range(3)], f"{name}.jsonl") for name in "ab"]
+    source = RolloutDataSource(make_args(prompt_data=[paths[0], f"{paths[1]}@[1:]"]), tokenizer)
+    assert prompts_of(source.get_samples(6)) == ["a0", "a1", "a2", "b1", "b2", "a0"]
+
+
+def test_a_large_set_is_checked_while_it_is_drawn_from(make_args, write_rows, tokenizer, monkeypatch):
+    path = write_rows([{"prompt": "p", "label": 1}] * 30_000 + [{"prompt": "p"}])
+    source = RolloutDataSource(make_args(prompt_data=path), tokenizer)  # too many rows to wait for
+    with pytest.raises(ValueError, match=r":30001: no column 'label'"):
+        source.state_dict()
+    with pytest.raises(ValueError, match=r":30001: no column 'label'"):
+        source.get_samples(1)

@@ -2,8 +2,10 @@
 
 import logging
 
+import pyarrow.parquet
 import pytest
 
+from slimrl.rollout.prompt_rows import PromptRows
 from slimrl.rollout.prompts import PromptFormat, load_prompts
 
 FORMAT = {
@@ -85,11 +87,12 @@ def test_every_bad_row_is_named(write_rows, tokenizer):
         {"prompt": "a", "label": 1, "metadata": [1]},
         {"prompt": "a", "label": 1, "tools": {"a": 1}},
     ]
+    path = write_rows(rows)
     with pytest.raises(ValueError) as caught:
-        load_prompts(write_rows(rows), prompt_format(), tokenizer)
+        load_prompts(path, prompt_format(), tokenizer)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("7 bad rows in ")
-    assert [line.split(":")[0].strip() for line in lines[1:]] == [f"row {n} (the first is 0)" for n in range(1, 8)]
+    assert [line.strip().split(": ")[0] for line in lines[1:]] == [f"{path}:{number}" for number in range(2, 9)]
     assert "no column 'prompt' (--input-key); it has ['label', 'text']" in lines[1]
     assert "no column 'label' (--label-key)" in lines[2]
     assert "'metadata' is text that is not JSON" in lines[5]
@@ -99,7 +102,7 @@ def test_a_chat_template_that_refuses_a_row_is_quoted(write_rows, tokenizer):
     path = write_rows([{"prompt": [{"role": "user"}, {"role": "user", "content": {"a": 1}}], "label": 1}])
     refusing = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     refusing.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="row 0 .*the chat template refuses it: .*roles must alternate"):
+    with pytest.raises(ValueError, match=r"train.jsonl:1: the chat template refuses it: .*roles must alternate"):
         load_prompts(path, prompt_format(), refusing)
 
 
@@ -128,9 +131,18 @@ def test_the_fingerprint_sees_rows_order_and_labels(write_rows, tokenizer):
     rows = [{"prompt": "ab", "label": 1}, {"prompt": "c", "label": 2}]
     variants = [rows, rows[::-1], [{"prompt": "a", "label": 1}, {"prompt": "bc", "label": 2}], rows[:1]]
     variants.append([{**rows[0], "label": "1"}, rows[1]])
-    prints = [
-        load_prompts(write_rows(variant), prompt_format(apply_chat_template=False), tokenizer).fingerprint
-        for variant in variants
-    ]
+
+    def fingerprint(path):
+        return PromptRows([path], prompt_format(apply_chat_template=False), tokenizer, 0).fingerprint
+
+    prints = [fingerprint(write_rows(variant)) for variant in variants]
     assert len(set(prints)) == len(variants)
-    assert load_prompts(write_rows(rows), prompt_format(apply_chat_template=False), tokenizer).fingerprint == prints[0]
+    path = write_rows(rows * 3, "longer.jsonl")
+    assert fingerprint(f"{path}@[2:4]") == fingerprint(write_rows(rows)) == prints[0]
+
+
+def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(tmp_path, tokenizer):
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["b"]}), path)
+    with pytest.raises(ValueError, match=r"no column 'prompt' \(--input-key\) but 'answer', 'question': name one"):
+        load_prompts(str(path), prompt_format(), tokenizer)

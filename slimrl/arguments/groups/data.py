@@ -15,6 +15,12 @@ class DataArguments:
     prompt_data: str | None = flag(
         None, "training prompts: .jsonl or .parquet (path, required); path@[a:b] takes the rows a to b-1"
     )
+    max_bad_rows: int = flag(
+        0,
+        "bad rows that a training set may have (count): each is logged with file and line and left out, one more ends"
+        " the run",
+        at_least=0,
+    )
     input_key: str = flag("input", "column with the prompt: a string or a list of messages")
     label_key: str | None = flag(None, "column with the true answer (no label)")
     metadata_key: str = flag("metadata", "column copied to Sample.metadata where the row has it")

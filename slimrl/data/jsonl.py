@@ -1,0 +1,124 @@
+"""JSON lines by index: where each line starts is found once, and a row is read and parsed when it is asked for.
+
+Eight bytes of memory per row, whatever its length. Called by `slimrl.data.readers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slimrl.data.bad_row import BadRow, Row
+
+_CHUNK = 1 << 20  # bytes; stays in the processor's cache
+_BLOCK = 4 << 20  # bytes that are parsed at a time
+_LONG_INTEGER = re.compile(rb"\d{19}")
+_NEWLINE = ord("\n")
+_BLANK = np.isin(np.arange(256), np.frombuffer(b" \t\r\n\x0b\x0c", dtype=np.uint8))
+
+
+class JsonlFile:
+    """The rows of one `.jsonl` file; blank lines are not rows. Holds the file open, so that it cannot be swapped."""
+
+    columns: frozenset[str] | None = None  # each row has its own
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        found = os.fstat(self._file.fileno())
+        self._size, self._modified = found.st_size, found.st_mtime_ns
+        starts, suspects = self._scan()
+        blank = np.array([line for line in suspects.tolist() if not self._line(starts, line).strip()], dtype=np.int64)
+        self._starts = np.delete(starts, blank) if len(blank) else starts
+        # number of rows before each blank line: what a row's number lacks to its line's
+        self._rows_before_blank = blank - np.arange(len(blank))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def where(self, row: int) -> str:
+        """`file:line`, lines counted from 1."""
+        return f"{self._path}:{self._number_of_line(row)}"
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """These rows, in this order, bad ones as BadRow. Raises OSError where the file is not as it was opened."""
+        read = [_parse(self._line(self._starts, row), exact=True) for row in rows]
+        if any(isinstance(row, BadRow) for row in read):
+            self._check_unchanged()
+        return read
+
+    def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
+        """Rows start to end-1 in order, some megabytes at a time; `digest` takes their bytes.
+
+        Numbers of more than 64 bits come as floats here. Raises OSError where the file is not as it was opened.
+        """
+        first = start
+        while first < end:
+            offset = int(self._starts[first])
+            last = min(max(int(np.searchsorted(self._starts, offset + _BLOCK)), first + 1), end)
+            bounds = [*self._starts[first:last].tolist(), self._end(self._starts, last - 1)]
+            block = memoryview(os.pread(self._file.fileno(), bounds[-1] - offset, offset))
+            digest.update(block)
+            yield [_parse(block[a - offset : b - offset]) for a, b in itertools.pairwise(bounds)]
+            first = last
+        self._check_unchanged()
+
+    def _number_of_line(self, row: int) -> int:
+        return row + 1 + int(np.searchsorted(self._rows_before_blank, row, side="right"))
+
+    def _line(self, starts: np.ndarray, line: int) -> bytes:
+        start = int(starts[line])
+        return os.pread(self._file.fileno(), self._end(starts, line) - start, start)
+
+    def _end(self, starts: np.ndarray, line: int) -> int:
+        """Where the next row starts: blank lines between are whitespace to a JSON parser."""
+        return int(starts[line + 1]) if line + 1 < len(starts) else self._size
+
+    def _check_unchanged(self) -> None:
+        now = os.fstat(self._file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (self._size, self._modified):
+            raise OSError(f"data file {self._path} was changed while it was in use: start again")
+
+    def _scan(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each line starts (bytes), and the numbers of the lines whose first character is white."""
+        chunk = bytearray(_CHUNK)
+        view = np.frombuffer(chunk, dtype=np.uint8)
+        starts, suspects = [], []
+        offset, lines, fresh = 0, 0, True
+        while count := self._file.readinto(chunk):
+            after = np.flatnonzero(view[:count] == _NEWLINE) + 1
+            ended = len(after) > 0 and after[-1] == count
+            begins = np.concatenate(([0], after)) if fresh else after
+            begins = begins[:-1] if ended else begins
+            suspects.append(np.flatnonzero(_BLANK[view[begins]]) + lines)
+            starts.append(begins + offset)
+            lines += len(begins)
+            # a chunk without any line end goes on with the line it is in
+            fresh = ended
+            offset += count
+        if not starts:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return np.concatenate(starts).astype(np.int64, copy=False), np.concatenate(suspects)
+
+
+def _parse(line: bytes | memoryview, *, exact: bool = False) -> Row:
+    try:
+        row: Any = orjson.loads(line)
+        if exact and _LONG_INTEGER.search(line):
+            # orjson turns integers of more than 64 bits into floats; it still has to accept the line, because the
+            # standard library alone would let NaN pass
+            row = json.loads(line)
+    except ValueError as error:
+        return BadRow(f"not valid JSON: {error}")
+    if not isinstance(row, dict):
+        return BadRow(f"a row must be a JSON object, this one is {type(row).__name__}")
+    return row
