@@ -5,6 +5,8 @@ Promises that a filter which never passes ends the run with a sentence. Made by 
 
 from __future__ import annotations
 
+from collections import Counter
+
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.hooks import DynamicSamplingFilter, naming
@@ -20,9 +22,19 @@ class Collector:
         self._keep = keep
         self._hopeless = hopeless
         self._dropped_in_a_row = 0
+        self._dropped: list[tuple[str, list[Sample]]] = []
+        self._reserve: list[tuple[str, list[Sample]]] = []
         self.accepted: list[list[Sample]] = []
-        self.dropped: list[list[Sample]] = []
-        self.drops: dict[str, int] = {}
+
+    @property
+    def dropped(self) -> list[list[Sample]]:
+        """Groups that are not trained on."""
+        return [group for _, group in self._dropped + self._reserve]
+
+    @property
+    def drops(self) -> dict[str, int]:
+        """Number of groups that are not trained on, by reason."""
+        return dict(Counter(reason for reason, _ in self._dropped + self._reserve))
 
     def add(self, group: list[Sample]) -> None:
         """Accepts or drops a finished group. Raises RuntimeError after `hopeless` drops without a keep between."""
@@ -31,9 +43,8 @@ class Collector:
             self._dropped_in_a_row = 0
             self.accepted.append(group)
             return
-        self.dropped.append(group)
-        reason = verdict.reason or "unnamed"
-        self.drops[reason] = self.drops.get(reason, 0) + 1
+        dropped = self._reserve if verdict.keep_when_insufficient else self._dropped
+        dropped.append((verdict.reason or "unnamed", group))
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row >= self._hopeless:
             raise RuntimeError(
@@ -41,6 +52,15 @@ class Collector:
                 f" {self._dropped_in_a_row} groups in a row ({self.drops}): the data is too easy, too hard or wrongly"
                 " judged for this model; change the data, the reward or the filter"
             )
+
+    def fill_from_reserve(self, missing: int) -> bool:
+        """Accepts up to `missing` dropped groups that their filter lets pass where there are too few; False for none.
+
+        The first to finish go first.
+        """
+        chosen, self._reserve = self._reserve[:missing], self._reserve[missing:]
+        self.accepted += [group for _, group in chosen]
+        return bool(chosen)
 
     def _judge(self, keep: DynamicSamplingFilter, group: list[Sample]) -> DynamicFilterOutput:
         with naming("--dynamic-sampling-filter-path", self._args.dynamic_sampling_filter_path):

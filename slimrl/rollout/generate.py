@@ -104,6 +104,8 @@ class RolloutGenerator:
         try:
             while len(collector.accepted) < target:
                 missing = target - len(collector.accepted) - len(flights)
+                if missing > 0 and collector.fill_from_reserve(missing):
+                    continue
                 if missing > 0:
                     wave = max(missing, args.over_sampling_batch_size) if over_samples else missing
                     for group in data_source.get_samples(wave):

@@ -216,6 +216,21 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "cut_off_groups_have_one_fate": (
+        ["--partial-rollout --mask-offpolicy-in-partial-rollout", "--discard-surplus-groups"],
+        [
+            (
+                "--mask-offpolicy-in-partial-rollout",
+                "--mask-offpolicy-in-partial-rollout masks what --partial-rollout continues: give that too, or leave it"
+                " out.",
+            ),
+            (
+                "--partial-rollout --discard-surplus-groups",
+                "--discard-surplus-groups generates finished groups anew and --partial-rollout keeps even unfinished"
+                " ones: give one of the two.",
+            ),
+        ],
+    ),
 }
 
 # rules whose broken side is a flag taken away or a folder of another kind: below, or in a file of their own

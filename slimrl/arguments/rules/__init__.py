@@ -82,6 +82,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     batches.global_batch_divides_over_slots,
     batches.dynamic_batches_have_a_cap,
     batches.over_sampling_reaches_the_batch,
+    batches.cut_off_groups_have_one_fate,
     model.kernels_are_installed,
     algorithm.kl_is_counted_once,
     algorithm.groups_can_be_compared,

@@ -83,3 +83,19 @@ def over_sampling_reaches_the_batch(args: Arguments, context: Context) -> Iterat
             "--over-sampling-batch-size",
             f"--over-sampling-batch-size {over} is smaller than --rollout-batch-size {batch}: give at least {batch}.",
         )
+
+
+def cut_off_groups_have_one_fate(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What --partial-rollout keeps can be masked; it cannot be discarded too."""
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        yield Problem(
+            "--mask-offpolicy-in-partial-rollout",
+            "--mask-offpolicy-in-partial-rollout masks what --partial-rollout continues: give that too, or leave it"
+            " out.",
+        )
+    if args.discard_surplus_groups and args.partial_rollout:
+        yield Problem(
+            "--discard-surplus-groups",
+            "--discard-surplus-groups generates finished groups anew and --partial-rollout keeps even unfinished ones:"
+            " give one of the two.",
+        )

@@ -1,0 +1,79 @@
+"""An engine whose next token is a function of all tokens before it, and hooks that keep the books of a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from array import array
+
+from slimrl.rollout.engine import Generation
+
+END_IN = 12  # one token in so many ends a response
+
+
+def draw(tokens: list[int], seed: int) -> int:
+    """What decides the token after `tokens`."""
+    return zlib.crc32(array("I", tokens).tobytes(), seed)
+
+
+def uninterrupted(prompt: list[int], seed: int, limit: int) -> tuple[list[int], bool]:
+    """The response of an engine that is never stopped, and whether it ends by itself."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < limit:
+        number = draw(tokens, seed)
+        tokens.append(number % 256)
+        if number % END_IN == 0:
+            return tokens[len(prompt) :], True
+    return tokens[len(prompt) :], False
+
+
+class ScriptedEngine:
+    """Implements EngineClient: a token per turn of the event loop; an abort returns what there is.
+
+    A token's log-probability says which weights drew it: -(version + a fraction of the draw).
+    """
+
+    def __init__(self, slots: int = 1000) -> None:
+        self.version = 0
+        self.requests = 0
+        self.in_flight = 0
+        self._aborts = 0
+        self._slots = asyncio.Semaphore(slots)
+
+    async def generate(self, input_ids, sampling_params, session_id=None):
+        aborts, version = self._aborts, self.version
+        tokens, new, log_probs = list(input_ids), [], []
+        self.requests += 1
+        self.in_flight += 1
+        try:
+            async with self._slots:
+                while len(new) < sampling_params["max_new_tokens"]:
+                    if self._aborts != aborts:
+                        return Generation(new, log_probs, "abort", str(version) if new else "")
+                    number = draw(tokens, sampling_params["sampling_seed"])
+                    tokens.append(number % 256)
+                    new.append(number % 256)
+                    log_probs.append(-(version + number % 1000 / 1100))
+                    if number % END_IN == 0:
+                        return Generation(new, log_probs, "stop", str(version))
+                    await asyncio.sleep(0)
+                return Generation(new, log_probs, "length", str(version))
+        finally:
+            self.in_flight -= 1
+
+    async def abort_all(self):
+        self._aborts += 1
+        while self.in_flight:
+            await asyncio.sleep(0)
+
+
+async def judge(args, sample):
+    """A reward that is the same for a whole group now and then."""
+    for _ in range(sample.index % 5):
+        await asyncio.sleep(0)
+    return float(sum(sample.tokens) % 3 == 0)
+
+
+def book(args, all_groups, data_source):
+    """Notes every judged group."""
+    args.custom["judged"].append([group[0].group_index for group in all_groups])
