@@ -17,6 +17,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import working_folder
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.processes import ManagedProcess, importable
+from slimrl.sglang.ports import claim_ports
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
@@ -64,10 +65,10 @@ class TrainWorker:
         return self._progress
 
     def free_address(self) -> str:
-        """`tcp://host:port` of this node for torch.distributed's rendezvous."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        """`tcp://host:port` of this node for torch.distributed's rendezvous, held until this actor ends."""
+        host = ray.util.get_node_ip_address()
+        self._rendezvous = claim_ports(1, host)
+        return f"tcp://{host}:{self._rendezvous.first}"
 
     def initialize(self, init_method: str) -> RankStart:
         """Builds and loads the model in the rank."""

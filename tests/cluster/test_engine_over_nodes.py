@@ -28,6 +28,7 @@ from tests.weights import ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OPTIONS = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "max_running_requests": 4}
+NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
 PROMPT = [5, 17, 90, 3]
 
 
@@ -45,7 +46,7 @@ def two_nodes() -> Iterator[Cluster]:
         cluster = Cluster()
         try:
             for _ in range(2):
-                cluster.add_node(num_cpus=2, num_gpus=1, object_store_memory=100_000_000, temp_dir=folder)
+                cluster.add_node(**NODE, temp_dir=folder)
             ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
             yield cluster
         finally:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.cluster.ray_environment import prepare_ray_environment
 from tests.end_to_end.harness import ROOT
+
+prepare_ray_environment()  # Ray reads its access token when it is imported
 
 
 @dataclasses.dataclass(frozen=True)

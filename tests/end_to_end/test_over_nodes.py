@@ -1,0 +1,65 @@
+"""A whole colocated run on a Ray cluster of two nodes: training over both, and one engine over both."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.end_to_end import harness
+from tests.end_to_end.harness import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
+NODES = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two Ray nodes with one slot each."""
+    with tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        cluster = Cluster()
+        try:
+            for _ in range(2):
+                cluster.add_node(**NODE, temp_dir=folder)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("tensor", {"check_weight_update_equal": True}),  # each tensor is divided over the nodes
+        ("stages", {"sglang_pp_size": 2}),  # a pipeline stage on each node
+    ],
+)
+def test_a_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *tiny.flags(colocate=True, num_rollout=2, **NODES, **flags)]
+    started = harness.launch(
+        [*command, "--run-name", name],
+        log=tmp_path / f"{name}.out",
+        run_dir=tmp_path / "runs" / name,
+        cwd=tmp_path,
+        path="/usr/local/bin:/usr/bin:/bin",
+        home=tiny.home,
+        more={"RAY_ADDRESS": cluster.address, **token()},
+    )
+    done = started.finish(240)
+    assert done.code == 0, done.output
+    assert done.left == []
+    # samples of both weight versions have the trainer's log-probabilities: each push reached every part of the engine
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert done.steps("weight_version") == ["0", "1"]
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert {"sglang0.log", "sglang0.node1.log", "engine0.log", "engine0.node1.log"} <= logs
+    model = f"--model-path={tiny.model}"
+    assert not [process for process in psutil.process_iter(["cmdline"]) if model in (process.info["cmdline"] or [])]
+
+
+def token() -> dict[str, str]:
+    """Ray's access token, which this process has made up for the cluster."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
