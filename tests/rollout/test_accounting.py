@@ -100,7 +100,7 @@ def check_books(done: Run, args, tokenizer) -> None:
 
 
 def check_samples(done: Run, args, tokenizer) -> None:
-    """Every trained response is the one an engine gives that is never stopped; its columns tell each token's weights."""
+    """Every trained response is the one of an engine that is never stopped; its columns tell each token's weights."""
     for rollout, groups in enumerate(done.trained):
         for sample in (sample for group in groups for sample in group):
             prompt = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
