@@ -23,8 +23,11 @@ OTHERS = {
 
 
 def known_flags() -> set[str]:
-    """Of train.py and, as far as their sources spell them, of the tools, the scripts and the report."""
-    sources = [*ROOT.glob("tools/*.py"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("slimrl/observability/*.py")]
+    """Of train.py and, as far as their sources spell them, of the tools, benchmarks, scripts and the report."""
+    sources = [
+        path for folder in ("tools", "benchmarks", "slimrl/observability") for path in ROOT.glob(f"{folder}/*.py")
+    ]
+    sources += ROOT.glob("scripts/*.sh")
     spelt = {flag for path in sources for flag in FLAG.findall(path.read_text())}
     declared = {name for spec in all_flag_specs() for name in spec.on + spec.off}
     return spelt | declared | RETIRED_FLAGS.keys() | OTHERS
