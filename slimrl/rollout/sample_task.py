@@ -17,12 +17,8 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.engine import StoppableEngine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.stop_strings import end_at_stop_string
+from slimrl.rollout.turns import append_generation
 
-_STATUS_OF_FINISH_REASON = {
-    "stop": SampleStatus.COMPLETED,
-    "length": SampleStatus.TRUNCATED,
-    "abort": SampleStatus.ABORTED,
-}
 _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
@@ -113,22 +109,13 @@ class SampleMaker:
         if params["max_new_tokens"] <= 0:
             sample.status = SampleStatus.TRUNCATED
             return
-        generation = await self._engine.generate(sample.tokens, params, session_id=sample.session_id)
-        new_tokens = len(generation.token_ids)
-        if new_tokens != len(generation.log_probs):
-            raise ValueError(f"the engine returned {new_tokens} tokens with {len(generation.log_probs)} log-probs")
-        if generation.finish_reason not in _STATUS_OF_FINISH_REASON:
-            raise ValueError(f"the engine ended with the unknown finish reason {generation.finish_reason!r}")
-        sample.status = _STATUS_OF_FINISH_REASON[generation.finish_reason]
-        if not new_tokens:
-            return
         continued = sample.response_length > 0
-        sample.tokens = sample.tokens + generation.token_ids
-        sample.response_length += new_tokens
-        sample.loss_mask = [*sample.loss_mask, *[1] * new_tokens]
-        sample.rollout_log_probs = [*sample.rollout_log_probs, *generation.log_probs]
-        sample.weight_versions.append(generation.weight_version)
+        generation = await self._engine.generate(sample.tokens, params, session_id=sample.session_id)
+        append_generation(sample, generation)
+        if not generation.token_ids:
+            return
         if continued:  # characters and stop strings may reach over the place where it was cut
+            new_tokens = len(generation.token_ids)
             end_at_stop_string(sample, new_tokens, params["stop"], lambda ids: self._decode(ids, params))
         else:
             sample.response = generation.text or self._decode(generation.token_ids, params)

@@ -1,0 +1,73 @@
+"""Multi-turn tool use: a calculator behind every `=`.
+
+    --custom-generate-function-path examples.calculator.generate
+
+As soon as the model writes an equals sign, the value of what stands before it on the line is appended, and the model
+goes on from there. It is never trained on the calculator's words, only on its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from fractions import Fraction
+from typing import Any
+
+from slimrl.arguments import Arguments
+from slimrl.data.sample import Sample
+from slimrl.rollout.engine import EngineClient
+from slimrl.rollout.turns import converse
+
+MAX_CALLS = 8
+_EXPRESSION = re.compile(r"[0-9.+\-*/() ]+$")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+async def generate(
+    args: Arguments,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    engine: EngineClient | None = None,
+    tokenizer: Any = None,
+) -> Sample:
+    """One sample in which the model may calculate up to `MAX_CALLS` times."""
+    sample.session_id = sample.session_id or f"calculator-{sample.index}"
+    return await converse(
+        sample, sampling_params, engine=engine, tokenizer=tokenizer, tool=answer, stop=["="], max_calls=MAX_CALLS
+    )
+
+
+async def answer(text: str) -> str:
+    """What to write behind `text`, which ends with an equals sign; a question mark where that is no sum."""
+    expression = _EXPRESSION.search(text.removesuffix("="))
+    try:
+        return f"{float(calculate(expression.group())):g}\n" if expression else "?\n"
+    except (ArithmeticError, SyntaxError, ValueError):
+        return "?\n"
+
+
+def calculate(expression: str) -> Fraction:
+    """The exact value of a sum of numbers. Raises SyntaxError, ZeroDivisionError, and ValueError for anything else."""
+    if len(expression) > 200:
+        raise ValueError("the expression is longer than 200 characters")
+    return _value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(str(number))
+        case ast.UnaryOp(op, operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError(f"{ast.unparse(node)} is no sum of numbers")

@@ -1,0 +1,89 @@
+"""Search-style retrieval: the model asks a local index between its own words.
+
+    python3 -m examples.search corpus.jsonl index.sqlite
+    --custom-generate-function-path examples.search.generate --custom-config-path search.yaml
+
+where search.yaml says `custom: {search_index: index.sqlite}`. The model writes `<search>words</search>` and reads the
+best passages between `<information>` and `</information>`; it is trained on its own words only. The index is an FTS5
+table of SQLite, ranked by BM25.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+from slimrl.arguments import Arguments
+from slimrl.data.sample import Sample
+from slimrl.rollout.engine import EngineClient
+from slimrl.rollout.turns import converse
+
+MAX_SEARCHES = 4
+PASSAGES = 3
+_CALL = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+
+
+async def generate(
+    args: Arguments,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    engine: EngineClient | None = None,
+    tokenizer: Any = None,
+) -> Sample:
+    """One sample in which the model may search up to `MAX_SEARCHES` times."""
+    index = args.custom["search_index"]
+
+    async def tool(text: str) -> str | None:
+        calls = _CALL.findall(text)
+        found = await asyncio.to_thread(search, index, calls[-1]) if calls else []
+        return f"<information>{' '.join(found) or 'nothing found'}</information>"
+
+    sample.session_id = sample.session_id or f"search-{sample.index}"
+    return await converse(
+        sample,
+        sampling_params,
+        engine=engine,
+        tokenizer=tokenizer,
+        tool=tool,
+        stop=["</search>"],
+        max_calls=MAX_SEARCHES,
+    )
+
+
+def search(index: str | Path, question: str, count: int = PASSAGES) -> list[str]:
+    """The passages that match best, the best first; any of the words of `question` may match."""
+    words = re.findall(r"\w+", question)
+    if not words:
+        return []
+    query = " OR ".join(f'"{word}"' for word in words)
+    connection = sqlite3.connect(f"file:{index}?mode=ro", uri=True)
+    try:
+        rows = connection.execute(
+            "SELECT text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages) LIMIT ?", (query, count)
+        )
+        return [text for (text,) in rows]
+    finally:
+        connection.close()
+
+
+def build(corpus: str | Path, index: str | Path) -> int:
+    """Indexes the column `text` of a jsonl file; the number of passages. Raises FileExistsError."""
+    if Path(index).exists():
+        raise FileExistsError(f"{index} exists already: give another place for the index")
+    connection = sqlite3.connect(index)
+    with connection, open(corpus, encoding="utf-8") as lines:
+        connection.execute("CREATE VIRTUAL TABLE passages USING fts5(text)")
+        connection.executemany("INSERT INTO passages VALUES (?)", ((json.loads(line)["text"],) for line in lines))
+    (count,) = connection.execute("SELECT count(*) FROM passages").fetchone()
+    connection.close()
+    return count
+
+
+if __name__ == "__main__":
+    print(f"{build(sys.argv[1], sys.argv[2])} passages in {sys.argv[2]}")

@@ -1,0 +1,112 @@
+"""Building up a response piece by piece: what an engine adds, what a tool answers, and turns of both.
+
+Promises token in, token out: what an engine has generated is never tokenised again, so training sees the very tokens
+that were sampled. Called by the built-in generation and by `--custom-generate-function-path` functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.engine import EngineClient, Generation
+from slimrl.rollout.stop_strings import end_at_stop_string
+
+# metadata of a sample of several turns: the response tokens before each of the model's turns
+TURN_STARTS = "turn_starts"
+
+_STATUS_OF_FINISH_REASON = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+def append_generation(sample: Sample, generation: Generation) -> None:
+    """Adds what an engine answered, to be trained on, and the status that follows; the text is left as it is.
+
+    Raises ValueError where the answer breaks the protocol.
+    """
+    new_tokens = len(generation.token_ids)
+    if new_tokens != len(generation.log_probs):
+        raise ValueError(f"the engine returned {new_tokens} tokens with {len(generation.log_probs)} log-probs")
+    if generation.finish_reason not in _STATUS_OF_FINISH_REASON:
+        raise ValueError(f"the engine ended with the unknown finish reason {generation.finish_reason!r}")
+    _append(sample, generation.token_ids, generation.log_probs, trained=True)
+    if new_tokens:
+        sample.weight_versions.append(generation.weight_version)
+    sample.status = _STATUS_OF_FINISH_REASON[generation.finish_reason]
+
+
+def append_observation(sample: Sample, token_ids: list[int]) -> None:
+    """Adds what no model wrote: not trained on, with log-probability 0; the text is left as it is."""
+    _append(sample, token_ids, [0.0] * len(token_ids), trained=False)
+
+
+async def converse(
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    engine: EngineClient,
+    tokenizer: Any,
+    tool: Callable[[str], Awaitable[str | None]],
+    stop: list[str],
+    max_calls: int,
+) -> Sample:
+    """The model and a tool take turns until the model ends by itself or the sample is full.
+
+    The model writes until one of the strings `stop`; `tool` is given that turn's text up to and with the stop string
+    and answers with the text to go on from, or with None to end the sample. The sample is truncated where it has no
+    room (`max_new_tokens` counts tokens of both sides) or wants more than `max_calls` calls. An aborted sample comes
+    back ABORTED and may be given in again. A sample's `session_id` keeps its turns on one server.
+    """
+    own_stop = sampling_params["stop"] or []
+    params = {**sampling_params, "stop": [*stop, *([own_stop] if isinstance(own_stop, str) else own_stop)]}
+    end = sample.response_length + sampling_params["max_new_tokens"]
+    starts: list[int] = sample.metadata.setdefault(TURN_STARTS, [sample.response_length])
+
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(
+            token_ids,
+            skip_special_tokens=params["skip_special_tokens"],
+            spaces_between_special_tokens=params["spaces_between_special_tokens"],
+        )
+
+    while True:
+        if sample.response_length >= end:
+            sample.status = SampleStatus.TRUNCATED
+            break
+        continued = sample.response_length > starts[-1]
+        params["max_new_tokens"] = end - sample.response_length
+        generation = await engine.generate(sample.tokens, params, session_id=sample.session_id)
+        append_generation(sample, generation)
+        if continued and generation.token_ids:
+            end_at_stop_string(sample, len(generation.token_ids), params["stop"], decode)
+        if sample.status is not SampleStatus.COMPLETED:
+            break
+        call = _until(decode(sample.tokens[sample.prompt_length + starts[-1] :]), stop)
+        answer = None if call is None else await tool(call)
+        if answer is None:
+            break
+        if len(starts) > max_calls:
+            sample.status = SampleStatus.TRUNCATED
+            break
+        token_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        append_observation(sample, token_ids[: end - sample.response_length])
+        starts.append(sample.response_length)
+    sample.response = decode(sample.tokens[sample.prompt_length :])
+    return sample
+
+
+def _append(sample: Sample, token_ids: list[int], log_probs: list[float], *, trained: bool) -> None:
+    sample.tokens = sample.tokens + token_ids
+    sample.response_length += len(token_ids)
+    sample.loss_mask = [*(sample.loss_mask or []), *[int(trained)] * len(token_ids)]
+    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *log_probs]
+
+
+def _until(text: str, stop: list[str]) -> str | None:
+    """`text` up to and with the first of the stop strings; None where there is none."""
+    ends = [text.index(string) + len(string) for string in stop if string in text]
+    return text[: min(ends)] if ends else None
