@@ -37,7 +37,7 @@ from slimrl.weights.torch_dist import StoredTensor, TorchDistCheckpoint
 
 # what the original folder may hold besides the files a loader of the result wants
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_WORKERS = 4
+_WORKERS = 3  # threads of one process; each holds one part of one weight at a time
 _ROWS_BYTES = 8 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
 
 

@@ -166,7 +166,6 @@ class ShardWriter:
             self._missing[shard.file] -= written
             descriptor = self._files.pop(shard.file) if self._missing[shard.file] == 0 else None
         if descriptor is not None:
-            os.fsync(descriptor)
             os.close(descriptor)
 
 

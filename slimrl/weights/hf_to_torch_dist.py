@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slimrl.megatron import checkpoint_folder
+from slimrl.megatron.checkpoint_folder import RELEASE, TRACKER_NAME
 from slimrl.weights.families import Family, Row
 from slimrl.weights.hf_files import HfCheckpoint
 from slimrl.weights.layout import to_shard
@@ -52,12 +52,11 @@ def hf_to_torch_dist(
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, shape, family)
         folder = NewFolder(save_dir, replace=force)
-        root = partial_path(save_dir)
+        release = partial_path(save_dir) / RELEASE
         try:
             if team.leads:
                 folder.open()
-                checkpoint_folder.begin(root, None)
-            release = checkpoint_folder.partial_path(root, None)
+                release.mkdir()
             blueprint = blueprint_into(release if team.leads else None)
             source = _Source(checkpoint, blueprint, shape, family)
             blueprint = source.in_rows(blueprint)
@@ -73,16 +72,17 @@ def hf_to_torch_dist(
                     max_file_bytes=max_file_bytes,
                     on_written=on_written,
                 )
-                team.together(lambda: _commit(folder, root) if team.leads else None)
+                team.together(lambda: _commit(folder) if team.leads else None)
         except BaseException:
             if team.leads:
                 folder.discard()
             raise
-    return Path(save_dir) / checkpoint_folder.folder_name(None)
+    return Path(save_dir) / RELEASE
 
 
-def _commit(folder: NewFolder, root: Path) -> None:
-    checkpoint_folder.commit(root, None)  # the tracker file comes last
+def _commit(folder: NewFolder) -> None:
+    """The tracker file comes last, then the whole folder under its name."""
+    (folder.partial / TRACKER_NAME).write_text(RELEASE, encoding="utf-8")
     folder.commit()
 
 

@@ -1,8 +1,9 @@
 """A folder that appears whole or not at all: written beside its final place, renamed at the end.
 
 Promises that an interrupted run leaves nothing under the final name, that what exists is never replaced unasked,
-that two runs do not write the same folder at once, and that a full disk is noticed before the work. Called by
-the converters and the writer of Hugging Face folders.
+that two runs do not write the same folder at once, and that a full disk is noticed before the work. As with `cp`, the
+kernel decides when the bytes reach the disk: what is written here can be made again from its source. Called by the
+converters.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ class NewFolder:
             self.discard()
             raise
         self._release_lock()
-        _sync(self.folder.parent)
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -124,12 +124,3 @@ def check_apart(written: Path, flag: str, read: Path, read_flag: str) -> None:
     target, source = Path(written).resolve(), Path(read).resolve()
     if target == source or target in source.parents:
         raise ValueError(f"{flag} {written} holds {read_flag} {read}, which would be lost: choose another {flag}")
-
-
-def _sync(folder: Path) -> None:
-    """Has a rename inside `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

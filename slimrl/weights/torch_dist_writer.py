@@ -32,7 +32,7 @@ from torch.futures import Future
 from slimrl.weights.hf_shards import WRITE_BYTES
 
 MAX_FILE_BYTES = 5 * 1024**3
-WRITERS = 4  # threads of one process; each writes its own files and holds one weight at a time
+WRITERS = 3  # threads of one process; each writes its own files and holds one weight at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _StreamWriter(FileSystemWriter):
     def __init__(
         self, folder: Path, planner: _Planner, max_file_bytes: int, on_written: Callable[[int], object]
     ) -> None:
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)
         self._planner = planner
         self._max_file_bytes = max_file_bytes
         self._on_written = on_written
@@ -287,7 +287,7 @@ class _FileNames:
 
 
 class _NewFile:
-    """A file to write from its begin on, in small calls (see WRITE_BYTES); on the disk once it is closed."""
+    """A file to write from its begin on, in small calls (see WRITE_BYTES)."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -296,12 +296,8 @@ class _NewFile:
     def __enter__(self) -> _NewFile:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        try:
-            if exc_type is None:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview) -> int:
         """Appends `data`; torch.save calls it."""
