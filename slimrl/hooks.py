@@ -41,6 +41,22 @@ class DataSource(Protocol):
         ...
 
 
+class OwnDataSource(DataSource, Protocol):
+    """`--data-source-path`: a class of data sources. `__init__` is given `tokenizer` too where it takes it.
+
+    Its place is kept with checkpoints, by one of two pairs: `state_dict()` and `load_state_dict(state)`, of plain
+    data, or `save(rollout_id)` and `load(rollout_id)`, which keep their own files under `--save`. Both are called
+    right after the prompts of a rollout were drawn, and when a run goes on after that rollout. Where the class has
+    `begin_rollout(rollout_id)`, it is called before a rollout draws.
+    """
+
+    def __init__(self, args: Arguments) -> None: ...
+
+    def __len__(self) -> int:
+        """Number of prompts in one epoch, by which `--num-epoch` counts."""
+        ...
+
+
 class Hook(Protocol):
     """What every contract says besides its call.
 
@@ -187,16 +203,37 @@ def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
     Paths that start with `slime.` are looked up under `slimrl.`, where the same hooks live; the current folder is
     importable. Raises HookError saying what is wrong and what is expected.
     """
-    path = own_path(path)
-    module_path, _, name = path.rpartition(".")
-    if not module_path or not all(part.isidentifier() for part in path.split(".")):
-        raise HookError(f"{path!r} is not a dotted import path: write package.module.function")
-    function = _attribute(_import_module(module_path), name)
+    path, function = _found(path)
     if not callable(function):
         kind = type(function).__name__
         raise HookError(f"{path} is not a function but a value of type {kind}: {expectation(contract)}")
     _check_call(path, function, contract)
     return function
+
+
+def resolve_data_source(path: str) -> type[OwnDataSource]:
+    """The class at the dotted import path `path`, checked against `OwnDataSource`. Raises HookError as `resolve`."""
+    path, found = _found(path)
+    expected = "expected is a class with __init__(args), get_samples(num_groups), add_samples(groups) and __len__()"
+    if not isinstance(found, type):
+        raise HookError(f"{path} is not a class but a value of type {type(found).__name__}: {expected}")
+    for name in ("__init__", "get_samples", "add_samples", "__len__"):
+        method = getattr(found, name, None)
+        if not callable(method):
+            raise HookError(f"{path} has no {name}: {expected}")
+        wanted = list(inspect.signature(getattr(OwnDataSource, name)).parameters)
+        offered = ["tokenizer"] if name == "__init__" and accepts_keyword(method, "tokenizer") else []
+        try:
+            inspect.signature(method).bind(*wanted, **dict.fromkeys(offered))
+        except TypeError as error:
+            raise HookError(f"{path}.{name} cannot be called as needed ({error}): {expected}") from error
+    pairs = (("state_dict", "load_state_dict"), ("save", "load"))
+    if not any(all(callable(getattr(found, name, None)) for name in pair) for pair in pairs):
+        raise HookError(
+            f"{path} cannot keep its place over a restart: give it state_dict() and load_state_dict(state), or"
+            " save(rollout_id) and load(rollout_id)"
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -232,6 +269,15 @@ def accepts_keyword(function: Callable[..., Any], keyword: str) -> bool:
 def accepted(function: Callable[..., Any], contract: type[Hook], **values: Any) -> dict[str, Any]:
     """Those of the keyword arguments that `contract` offers which `function` takes. `values` has all of them."""
     return {name: values[name] for name in contract.offered if accepts_keyword(function, name)}
+
+
+def _found(path: str) -> tuple[str, Any]:
+    """The path under slimrl, and what is there."""
+    path = own_path(path)
+    module_path, _, name = path.rpartition(".")
+    if not module_path or not all(part.isidentifier() for part in path.split(".")):
+        raise HookError(f"{path!r} is not a dotted import path: write package.module.function")
+    return path, _attribute(_import_module(module_path), name)
 
 
 def _call(contract: type[Hook]) -> tuple[bool, dict[str, inspect.Parameter]]:

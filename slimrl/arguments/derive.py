@@ -22,6 +22,8 @@ def derive(args: Arguments) -> None:
     _batch(args)
     _lengths(args)
     args.rollout_function_path = own_path(args.rollout_function_path)
+    if isinstance(args.prompt_data, list) and len(args.prompt_data) == 1:
+        args.prompt_data = args.prompt_data[0]  # a plain string, as functions written for slime know it
     _names(args)
     _notes(args)
 

@@ -18,10 +18,10 @@ from slimrl.data.batch import batch_from_samples
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
 from slimrl.observability import dump
-from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.output import RolloutOutput
+from slimrl.rollout.own_data_source import open_data_source
 from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.sglang.client import RouterClient
@@ -75,7 +75,7 @@ class RolloutManager:
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
-        self._data_source = RolloutDataSource(args, self._tokenizer)
+        self._data_source = open_data_source(args, self._tokenizer)
 
     async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:
         """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
@@ -114,6 +114,7 @@ class RolloutManager:
         if self._args.load_debug_rollout_data:
             output = RolloutOutput(self._replay(rollout_id), {})
         elif self._generator is None:
+            self._data_source.begin_rollout(rollout_id)
             output = await rollout_without_engines(self._args, rollout_id, self._data_source, self._tokenizer)
         else:
             output = await self._generator.generate_rollout(rollout_id, self._data_source)
@@ -137,6 +138,7 @@ class RolloutManager:
 
     def _replay(self, rollout_id: int) -> list[list[Sample]]:
         """The recorded samples of this rollout; the data source moves on as if it had generated them."""
+        self._data_source.begin_rollout(rollout_id)
         self._data_source.get_samples(self._args.rollout_batch_size)
         samples = dump.load_rollout(self._args.load_debug_rollout_data, rollout_id).samples
         groups: dict[int, list[Sample]] = {}

@@ -51,8 +51,8 @@ def sentences(line: str) -> list[str]:
         ("--rollout-stop-token-ids 1 2 3", "rollout_stop_token_ids", [1, 2, 3]),
         ("--rollout-stop a --rollout-stop b c", "rollout_stop", ["b", "c"]),
         ('--train-env-vars {"A":"1"}', "train_env_vars", {"A": "1"}),
-        ("--prompt-data a=b.jsonl", "prompt_data", "a=b.jsonl"),
-        ("--prompt-data=a=b.jsonl", "prompt_data", "a=b.jsonl"),
+        ("--prompt-data a=b.jsonl", "prompt_data", ["a=b.jsonl"]),
+        ("--prompt-data=a=b.jsonl", "prompt_data", ["a=b.jsonl"]),
     ],
 )
 def test_words_become_values(line, dest, value):

@@ -35,38 +35,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "data_files_exist": (
-        ["--prompt-data {dir}/train.jsonl@[0:1]", "--label-key label", "--eval-prompt-data {dir}/aime-2024.jsonl"],
-        [
-            (
-                "--prompt-data {dir}/train.jsonl@[0-1]",
-                "--prompt-data {dir}/train.jsonl@[0-1] has a slice that cannot be read: write path@[start:end].",
-            ),
-            (
-                "--prompt-data {dir}/hf",
-                "--prompt-data {dir}/hf is not a file: check the path.",
-            ),
-            (
-                "--prompt-data {dir}/hf/config.json",
-                "--prompt-data {dir}/hf/config.json is neither .jsonl nor .parquet: convert it to one of them.",
-            ),
-            (
-                "--eval-prompt-data aime {dir}/aime.jsonl",
-                "--eval-prompt-data {dir}/aime.jsonl (set aime) does not exist (only {dir} of it does): check the"
-                " path.",
-            ),
-            (
-                "--eval-input-key question",
-                "--eval-prompt-data {dir}/aime-2024.jsonl (set aime) has no column 'question' (input key) but"
-                " 'prompt', 'label': set input key to one of them.",
-            ),
-            (
-                "--label-key answer --eval-label-key label",
-                "--prompt-data {dir}/train.jsonl has no column 'answer' (--label-key) but 'prompt', 'label': set"
-                " --label-key to one of them.",
-            ),
-        ],
-    ),
     "outputs_can_be_written": (
         ["--runs-dir {dir}/new/runs", "--save {dir}/new/ckpt"],
         [
@@ -362,28 +330,6 @@ def test_recorded_rollouts_need_no_engines(recipe):
         "--debug-train-only (implied by --load-debug-rollout-data) and --debug-rollout-only leave nothing to run:"
         " give one."
     ]
-
-
-def test_an_empty_data_file_and_a_broken_first_row_are_refused(recipe):
-    (recipe.dir / "train.jsonl").write_text("\n\n")
-    assert [str(problem) for problem in read_args(recipe.line())[1]] == [
-        f"--prompt-data {recipe.dir}/train.jsonl is empty: give a file with at least one row."
-    ]
-    (recipe.dir / "train.jsonl").write_text("[1]\n")
-    assert [str(problem) for problem in read_args(recipe.line())[1]] == [
-        f"--prompt-data {recipe.dir}/train.jsonl has a first row that is not a JSON object: write one object per line."
-    ]
-    (recipe.dir / "train.jsonl").write_text("{oops\n")
-    (problem,) = read_args(recipe.line())[1]
-    assert "has a first row that is not JSON" in str(problem)
-
-
-def test_data_that_is_not_utf_8_is_refused(recipe):
-    path = recipe.dir / "latin.jsonl"
-    path.write_bytes('{"prompt": "é", "label": 1}\n'.encode("latin-1"))
-    _, problems = read_args(recipe.line(f"--prompt-data {path}"))
-    assert len(problems) == 1
-    assert str(problems[0]).startswith(f"--prompt-data {path} cannot be read as UTF-8 text (")
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null"])

@@ -6,14 +6,21 @@ import dataclasses
 from typing import Any
 
 from slimrl.arguments.flag import flag
+from slimrl.hooks import own_path
+
+_MODULE = "slimrl.rollout.data_source"
+BUILT_IN_DATA_SOURCES = (f"{_MODULE}.RolloutDataSource", f"{_MODULE}.RolloutDataSourceWithBuffer")
 
 
 @dataclasses.dataclass
 class DataArguments:
     """Where prompts come from and which columns hold what."""
 
-    prompt_data: str | None = flag(
-        None, "training prompts: .jsonl or .parquet (path, required); path@[a:b] takes the rows a to b-1"
+    prompt_data: str | list[str] | None = flag(
+        None,
+        "training prompts: .jsonl or .parquet, or a folder of them (path, required); path@[a:b] takes the rows a to"
+        " b-1; several paths make one set, several path=probability a mix",
+        nargs="+",
     )
     max_bad_rows: int = flag(
         0,
@@ -35,15 +42,16 @@ class DataArguments:
         not_served="prompts are text in this version; leave it out",
     )
     data_source_path: str = flag(
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "class that gives out prompts (dotted import path)",
-        not_served="use --prompt-data, or --rollout-function-path to make samples from elsewhere",
-        served=("slimrl.rollout.data_source.RolloutDataSource",),
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that gives out prompts (dotted import path)"
     )
     rollout_global_dataset: bool = flag(
         True,
-        "no prompt data: the rollout function has its own",
+        "no --prompt-data: samples are handed out blank, for functions of your own to fill",
         only_off=True,
         off=("--disable-rollout-global-dataset",),
-        not_served="give --prompt-data; a rollout function may leave it unread",
     )
+
+    @property
+    def has_own_data_source(self) -> bool:
+        """True where --data-source-path is not the built-in data source."""
+        return own_path(self.data_source_path) not in BUILT_IN_DATA_SOURCES

@@ -32,6 +32,11 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
         if dataset.custom_generate_function_path != args.custom_generate_function_path:
             path = dataset.custom_generate_function_path
             doors.append((f"{where} custom_generate_function_path", path, hooks.CustomGenerate))
+    if args.has_own_data_source:
+        try:
+            hooks.resolve_data_source(args.data_source_path)
+        except hooks.HookError as error:
+            yield Problem("--data-source-path", ended(f"--data-source-path {args.data_source_path}: {error}"))
     for door, path, contract in doors:
         if path is None:
             continue

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
-
-_DATA_KINDS = (".jsonl", ".parquet")
 
 
 def hf_checkpoint_exists(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -29,64 +25,6 @@ def hf_checkpoint_exists(args: Arguments, context: Context) -> Iterator[Problem]
             "--hf-checkpoint",
             f"--hf-checkpoint {folder} has no config.json: give the folder that holds the model's files.",
         )
-
-
-def data_files_exist(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Prompt and evaluation data can be opened, and their first row has the columns."""
-    if args.prompt_data is not None:
-        columns = {"--input-key": args.input_key, "--label-key": args.label_key}
-        yield from _data_problems("--prompt-data", args.prompt_data, columns)
-    flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
-    for dataset in args.eval_datasets:
-        columns = {"input key": dataset.input_key, "label key": dataset.label_key}
-        yield from _data_problems(flag, dataset.path, columns, f" (set {dataset.name})")
-
-
-def _data_problems(flag: str, text: str, columns: dict[str, str | None], note: str = "") -> Iterator[Problem]:
-    path_text, marker, bounds = text.partition("@[")
-    path = Path(path_text)
-    if marker and not re.fullmatch(r"(-?\d+)?:(-?\d+)?\]", bounds):
-        yield Problem(flag, f"{flag} {text}{note} has a slice that cannot be read: write path@[start:end].")
-    elif not path.is_file():
-        yield Problem(flag, f"{flag} {path}{note} {absent(path, 'file')}: check the path.")
-    elif path.suffix not in _DATA_KINDS:
-        yield Problem(flag, f"{flag} {path}{note} is neither {' nor '.join(_DATA_KINDS)}: convert it to one of them.")
-    elif path.suffix == ".jsonl":
-        yield from _column_problems(flag, path, columns, note)
-
-
-def _column_problems(flag: str, path: Path, columns: dict[str, str | None], note: str) -> Iterator[Problem]:
-    """The first row stands for all: a wrong column name is wrong in every row."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            first = next((line for line in file if line.strip()), None)
-    except (OSError, UnicodeDecodeError) as error:
-        yield Problem(
-            flag, f"{flag} {path}{note} cannot be read as UTF-8 text ({error}): convert it, or check the path."
-        )
-        return
-    if first is None:
-        yield Problem(flag, f"{flag} {path}{note} is empty: give a file with at least one row.")
-        return
-    try:
-        row = json.loads(first)
-    except ValueError as error:
-        yield Problem(
-            flag, f"{flag} {path}{note} has a first row that is not JSON ({error}): write one object per line."
-        )
-        return
-    if not isinstance(row, dict):
-        yield Problem(
-            flag, f"{flag} {path}{note} has a first row that is not a JSON object: write one object per line."
-        )
-        return
-    for name, column in columns.items():
-        if column is not None and column not in row:
-            yield Problem(
-                flag,
-                f"{flag} {path}{note} has no column {column!r} ({name}) but {', '.join(map(repr, row))}:"
-                f" set {name} to one of them.",
-            )
 
 
 def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -24,8 +24,10 @@ def model_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem
 
 def training_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem]:
     """What every run needs besides the model."""
-    names = [name for name in _TRAINING if name != "rollout_max_response_len" or not args.debug_train_only]
-    for name in _missing(args, context, names):
+    spared = {"rollout_max_response_len"} if args.debug_train_only else set()
+    if args.has_own_data_source or not args.rollout_global_dataset:
+        spared.add("prompt_data")
+    for name in _missing(args, context, [name for name in _TRAINING if name not in spared]):
         yield Problem(name, f"{name} is missing: every run needs it.")
 
 

@@ -1,0 +1,213 @@
+"""A data source of the user's takes the built-in one's place, is checked at the start and goes on after a restart."""
+
+import json
+import sys
+
+import pytest
+
+from slimrl import hooks
+from slimrl.arguments.rules.context import Context
+from slimrl.arguments.rules.hook_paths import hooks_keep_their_contracts
+from slimrl.hooks import HookError, HookFailedError
+from slimrl.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slimrl.rollout.own_data_source import open_data_source
+
+SOURCE = """
+import json, pathlib
+from slimrl.data.sample import Sample
+from slimrl.rollout.data_source import RolloutDataSource
+
+class Counting:
+    def __init__(self, args):
+        self.args, self.next, self.waiting = args, 0, []
+    def get_samples(self, num_groups):
+        groups, self.waiting = self.waiting[:num_groups], self.waiting[num_groups:]
+        while len(groups) < num_groups:
+            groups.append([Sample(prompt=f"{self.next}+1=", label=self.next + 1) for _ in range(2)])
+            self.next += 1
+        return groups
+    def add_samples(self, groups):
+        self.waiting += groups
+    def __len__(self):
+        return 7
+    def state_dict(self):
+        return {"next": self.next}
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+class Saving(Counting):
+    state_dict = load_state_dict = None
+    def __init__(self, args, tokenizer):
+        super().__init__(args)
+        self.tokenizer = tokenizer
+    def save(self, rollout_id):
+        (pathlib.Path(self.args.save) / f"place_{rollout_id}").write_text(str(self.next))
+    def load(self, rollout_id):
+        self.next = int((pathlib.Path(self.args.save) / f"place_{rollout_id}").read_text())
+
+class Based(RolloutDataSource):
+    def get_samples(self, num_groups):
+        return super().get_samples(num_groups)[::-1]
+
+class Talking(Counting):
+    def get_samples(self, num_groups):
+        return [[Sample(prompt=[{"role": "user", "content": "hi"}])] for _ in range(num_groups)]
+
+class Short(Counting):
+    def get_samples(self, num_groups):
+        return super().get_samples(num_groups)[1:]
+
+class Failing(Counting):
+    def get_samples(self, num_groups):
+        raise KeyError("row 3")
+
+class Forgetful:
+    def __init__(self, args): ...
+    def get_samples(self, num_groups): ...
+    def add_samples(self, groups): ...
+    def __len__(self): return 0
+
+class Blind(Forgetful):
+    def get_samples(self): ...
+
+class Mute(Forgetful):
+    add_samples = None
+
+number = 3
+"""
+MODULE = "slimrl_data_source_under_test"
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / f"{MODULE}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture
+def opened(make_args, tokenizer):
+    def make(name, **overrides):
+        return open_data_source(make_args(data_source_path=f"{MODULE}.{name}", **overrides), tokenizer)
+
+    return make
+
+
+def test_the_default_is_the_built_in_one_under_both_of_its_names(make_args, tokenizer):
+    assert RolloutDataSourceWithBuffer is RolloutDataSource
+    for path in (
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "slimrl.rollout.data_source.RolloutDataSource",
+    ):
+        assert type(open_data_source(make_args(data_source_path=path), tokenizer)) is RolloutDataSource
+
+
+def test_samples_get_the_tokens_of_their_text_and_running_numbers(opened, tokenizer):
+    source = opened("Counting")
+    groups = source.get_samples(1) + source.get_samples(2)
+    assert [[(s.group_index, s.index, s.label) for s in group] for group in groups] == [
+        [(0, 0, 1), (0, 1, 1)],
+        [(1, 2, 2), (1, 3, 2)],
+        [(2, 4, 3), (2, 5, 3)],
+    ]
+    assert groups[2][0].tokens == tokenizer("2+1=", add_special_tokens=False)["input_ids"]
+    assert len(source) == 7
+    assert source.next == 3  # what the class has besides is within reach
+
+
+def test_groups_given_back_keep_their_numbers(opened):
+    source = opened("Counting")
+    groups = source.get_samples(2)
+    source.add_samples(groups[1:])
+    again, new = source.get_samples(2)
+    assert again == groups[1]
+    assert [sample.index for sample in again + new] == [2, 3, 4, 5]
+
+
+def test_messages_are_rendered_by_the_chat_template_where_the_flag_says_so(opened, tokenizer):
+    message = {"role": "user", "content": "hi"}
+    rendered = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    ((sample,),) = opened("Talking", apply_chat_template=True).get_samples(1)
+    assert sample.prompt == rendered
+    assert sample.tokens == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    ((sample,),) = opened("Talking").get_samples(1)
+    assert (sample.prompt, sample.tokens) == ([message], [])
+
+
+def test_a_class_that_keeps_its_state_goes_on_where_it_was(opened):
+    source, resumed = opened("Counting"), opened("Counting")
+    source.get_samples(3)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(2) == source.get_samples(2)
+
+
+def test_a_class_that_keeps_files_saves_after_each_rollout_and_loads_the_one_it_goes_on_from(
+    opened, tmp_path, tokenizer
+):
+    source, resumed = opened("Saving", save=str(tmp_path)), opened("Saving", save=str(tmp_path))
+    assert source.tokenizer is tokenizer
+    states = []
+    for rollout_id in range(3):
+        source.begin_rollout(rollout_id)
+        source.get_samples(2)
+        states.append(json.loads(json.dumps(source.state_dict())))
+    resumed.load_state_dict(states[1])
+    assert [group[0].label for group in resumed.get_samples(2)] == [5, 6]
+    assert sorted(path.name for path in tmp_path.glob("place_*")) == ["place_0", "place_1", "place_2"]
+
+
+def test_without_a_folder_for_checkpoints_nothing_is_saved(opened, tmp_path):
+    source = opened("Saving")
+    source.begin_rollout(0)
+    assert source.state_dict()["saved_after"] == 0
+
+
+def test_a_class_may_build_on_the_built_in_one(opened):
+    source, resumed = opened("Based"), opened("Based")
+    source.begin_rollout(4)
+    assert [group[0].prompt for group in source.get_samples(3)] == ["2+2=", "1+1=", "0+0="]
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(3) == source.get_samples(3)
+
+
+def test_the_state_of_another_data_source_is_refused(opened, make_args, tokenizer):
+    for state in (RolloutDataSource(make_args(), tokenizer).state_dict(), {"indices": [0, 0], "saved_after": 3}):
+        with pytest.raises(ValueError, match="made with another data source than --data-source-path .*Counting"):
+            opened("Counting").load_state_dict(state)
+
+
+def test_what_is_no_list_of_groups_is_refused_and_a_failure_is_named(opened):
+    with pytest.raises(ValueError, match=r"Short returned 2 groups when asked for 3: return a list of exactly"):
+        opened("Short").get_samples(3)
+    with pytest.raises(HookFailedError, match=r"--data-source-path .*Failing raised KeyError: 'row 3'"):
+        opened("Failing").get_samples(3)
+
+
+EXPECTED = "expected is a class with __init__(args), get_samples(num_groups), add_samples(groups) and __len__()"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("number", f"{MODULE}.number is not a class but a value of type int: {EXPECTED}"),
+        ("Mute", f"{MODULE}.Mute has no add_samples: {EXPECTED}"),
+        (
+            "Blind",
+            f"{MODULE}.Blind.get_samples cannot be called as needed (too many positional arguments): {EXPECTED}",
+        ),
+        (
+            "Forgetful",
+            f"{MODULE}.Forgetful cannot keep its place over a restart: give it state_dict() and"
+            " load_state_dict(state), or save(rollout_id) and load(rollout_id)",
+        ),
+        ("Countin", f"module {MODULE} has no Countin: did you mean Counting?"),
+    ],
+)
+def test_a_class_that_does_not_keep_the_contract_is_refused_before_anything_starts(make_args, name, sentence):
+    with pytest.raises(HookError) as caught:
+        hooks.resolve_data_source(f"{MODULE}.{name}")
+    assert str(caught.value) == sentence
+    args = make_args(data_source_path=f"{MODULE}.{name}")
+    (problem,) = hooks_keep_their_contracts(args, Context("train.py", frozenset(), frozenset()))
+    assert str(problem).startswith(f"--data-source-path {MODULE}.{name}: {sentence}")
