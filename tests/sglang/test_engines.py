@@ -7,6 +7,7 @@ import base64
 import copy
 import datetime
 import io
+import itertools
 import random
 import signal
 import threading
@@ -17,11 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
+from transformers import AutoTokenizer
 
+from examples import calculator
+from slimrl.data.sample import Sample
 from slimrl.rollout.engine import Generation
+from slimrl.rollout.sampling import SamplingPlan
 from slimrl.sglang.client import RouterClient
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.errors import EngineError, EngineRequestError
+from tests.sglang import rollout_jobs
 
 pytestmark = pytest.mark.slow
 PROMPT = list(range(5, 25))
@@ -120,6 +126,57 @@ def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
     assert len(begun) >= 32
     assert max(largest_error(reference, ids, a) for ids, a in begun[:4]) < 1e-5
     assert [a.weight_version for a in answers[70:]] == [""] * 10
+
+
+def test_rollouts_that_are_cut_off_and_continued_are_what_uncut_ones_would_be(fleet, reference, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
+    args = rollout_jobs.rollout_args(tmp_path)
+    plan = SamplingPlan.for_training(args)
+
+    async def uncut(client, sample):
+        prompt = sample.tokens[: sample.prompt_length]
+        return await client.generate(prompt, plan.params(Sample(prompt="", tokens=prompt), sample.index))
+
+    async def body(client):
+        outputs, source = await rollout_jobs.roll(client, args, tokenizer, rollouts=4)
+        samples = rollout_jobs.samples_of(outputs)
+        return outputs, source, samples, await asyncio.gather(*(uncut(client, sample) for sample in samples))
+
+    outputs, source, samples, answers = run(fleet, body)
+    assert sum(output.metrics["rollout/partial/continued"] for output in outputs) >= 4
+    assert any(len(sample.weight_versions) > 1 for sample in samples)
+    for sample, answer in zip(samples, answers, strict=True):
+        assert sample.tokens[sample.prompt_length :] == answer.token_ids
+        assert len(sample.rollout_log_probs) == sample.response_length <= 250
+    assert max(rollout_jobs.largest_difference(reference, sample) for sample in samples) < 1e-4
+    state = source.state_dict()
+    left = [group[0]["group_index"] for group in state["returned"]]
+    assert sorted(left + [sample.group_index for sample in samples[::2]]) == list(range(state["next_group_index"]))
+
+
+def test_a_model_with_a_calculator_is_trained_on_the_very_tokens_it_sampled(fleet, reference, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
+    args = rollout_jobs.rollout_args(tmp_path, custom_generate_function_path="examples.calculator.generate")
+
+    async def body(client):
+        return await rollout_jobs.roll(client, args, tokenizer, rollouts=3)
+
+    outputs, _ = run(fleet, body)
+    samples = rollout_jobs.samples_of(outputs)
+    calls = 0
+    for sample in samples:
+        response, starts = sample.tokens[sample.prompt_length :], sample.metadata["turn_starts"]
+        for start, after in itertools.pairwise(starts):
+            written = sum(sample.loss_mask[start:after])
+            assert sample.loss_mask[start:after] == [1] * written + [0] * (after - start - written)
+            text = tokenizer.decode(response[start : start + written])
+            answer = asyncio.run(calculator.answer(text))
+            said = tokenizer(answer, add_special_tokens=False)["input_ids"]
+            assert response[start + written : after] == said[: after - start - written]
+            calls += 1
+        assert all(sample.loss_mask[starts[-1] :])
+    assert calls >= 3
+    assert max(rollout_jobs.largest_difference(reference, sample) for sample in samples) < 1e-4
 
 
 def test_a_too_long_prompt_is_refused_once_with_the_servers_words(fleet):
