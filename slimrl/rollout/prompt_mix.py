@@ -45,6 +45,8 @@ class PromptMix:
         self._sets = [
             PromptOrder(part, shuffle=self._shuffle, seed=self._seed, number=number) for number, part in enumerate(rows)
         ]
+        for part in rows:
+            part.check()  # after the orders are made, so that the two do not take turns
         self._drawn = 0
         # --num-epoch alone gives the run its length, which must not change while prompts are found too long
         may_lose_rows = args.rollout_max_prompt_len is not None or args.max_bad_rows > 0

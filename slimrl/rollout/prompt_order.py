@@ -29,7 +29,7 @@ class PromptOrder:
         self._number = number
         self._position = 0  # of the next row in this epoch's order
         self._idle = 0  # rows since the last usable one
-        self._order: array[int] | range | None = None  # made when it is needed: a million rows take half a second
+        self._order = self._epoch_order()
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts; rows that are bad or too long are passed over and counted.
@@ -38,8 +38,6 @@ class PromptOrder:
         """
         drawn: list[Prompt] = []
         while len(drawn) < count:
-            if self._order is None:
-                self._order = self._epoch_order()
             rows = self._order[self._position : self._position + count - len(drawn)]
             for row, made in zip(rows, self.rows.prompts(rows), strict=True):
                 if isinstance(made, Prompt):
@@ -86,7 +84,7 @@ class PromptOrder:
         rows.restore_bad({row: reason for row, reason in state["bad_rows"]})
         self.epoch, self._position, self._idle = state["epoch"], state["position"], state["idle"]
         self.too_long = state["too_long"]
-        self._order = None
+        self._order = self._epoch_order()
 
     def _count_too_long(self, row: int, made: TooLong) -> None:
         if self.too_long == 0:
@@ -113,7 +111,7 @@ class PromptOrder:
         self.epoch += 1
         self.too_long = 0
         self._position = 0
-        self._order = None
+        self._order = self._epoch_order()
 
     def _epoch_order(self) -> array[int] | range:
         if not self._shuffle:

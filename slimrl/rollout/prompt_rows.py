@@ -1,7 +1,7 @@
 """The prompts of one training set, made from its rows as they are drawn; bad rows are named, counted and limited.
 
-Promises that the set is open in about a second however large it is, and that every row is read once and checked before
-the first training step: a thread does so from the start on, and `fingerprint` waits for it. Called by the data source.
+Promises that a set is open in a fraction of a second per million rows, and that every row is read once and checked
+before the first training step: a thread does so, and `fingerprint` waits for it. Called by the data source.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class PromptRows:
         self._max_bad = max_bad
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._check = WorkerThread(self._read_all)
-        if len(self._rows) <= _CHECKED_AT_ONCE:
-            self._check.result()
+        self._check: WorkerThread[str] | None = None
 
     def __len__(self) -> int:
         """Number of rows, usable or not."""
@@ -61,14 +59,23 @@ class PromptRows:
         """Bad rows found so far, each with what is wrong with it."""
         return dict(self._bad)
 
+    def check(self) -> None:
+        """Reads every row in a thread, which few rows are waited for. Raises BadRowsError where too many are bad."""
+        self._check = WorkerThread(self._read_all)
+        if len(self._rows) <= _CHECKED_AT_ONCE:
+            self._check.result()
+
     @property
     def fingerprint(self) -> str:
-        """Of the bytes of all rows, wherever they lie. Raises BadRowsError where too many are bad."""
+        """Of the bytes of all rows, wherever they lie; waits for `check`, which must be under way."""
+        if self._check is None:
+            raise RuntimeError(f"the rows of {self.source} are not being checked: call check() first")
         return self._check.result()
 
     def prompts(self, rows: Sequence[int]) -> list[Prompt | TooLong | None]:
         """One result for each of these rows; None is a bad row. Raises BadRowsError where that is one too many."""
-        self._check.raise_if_failed()
+        if self._check is not None:
+            self._check.raise_if_failed()
         made = self._maker.make(self._rows.read(rows))
         for row, result in zip(rows, made, strict=True):
             if isinstance(result, BadRow):

@@ -133,7 +133,9 @@ def test_the_fingerprint_sees_rows_order_and_labels(write_rows, tokenizer):
     variants.append([{**rows[0], "label": "1"}, rows[1]])
 
     def fingerprint(path):
-        return PromptRows([path], prompt_format(apply_chat_template=False), tokenizer, 0).fingerprint
+        rows = PromptRows([path], prompt_format(apply_chat_template=False), tokenizer, 0)
+        rows.check()
+        return rows.fingerprint
 
     prints = [fingerprint(write_rows(variant)) for variant in variants]
     assert len(set(prints)) == len(variants)
