@@ -14,7 +14,6 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import process_log, working_folder
 from slimrl.cluster.fleet import Fleet
 from slimrl.cluster.slots import Slots
-from slimrl.data.batch import batch_from_samples
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
 from slimrl.observability import dump
@@ -22,8 +21,10 @@ from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.own_data_source import open_data_source
+from slimrl.rollout.own_logs import reported_metrics, reported_scalars
 from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sglang_rollout import rollout_without_engines
+from slimrl.rollout.train_data import training_batch
 from slimrl.sglang.client import RouterClient
 
 
@@ -118,19 +119,19 @@ class RolloutManager:
             output = await rollout_without_engines(self._args, rollout_id, self._data_source, self._tokenizer)
         else:
             output = await self._generator.generate_rollout(rollout_id, self._data_source)
+        seconds = time.perf_counter() - started
         groups = output.groups
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
         rewards = rewards_of(self._args, samples)
         metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **output.metrics}
         self._dump(rollout_id, samples, metrics)
-        batch = batch_from_samples(samples, rewards.raw, rewards.normalized)
-        shares = self._schedule(batch)
+        shares = self._schedule(training_batch(self._args, samples, rewards))
         versions = {version for sample in samples for version in sample.weight_versions}
         return RolloutResult(
             rollout_id=rollout_id,
             batches=[ray.put(pickle.dumps(share)) for share in shares],
-            metrics=metrics,
+            metrics=reported_metrics(self._args, rollout_id, samples, metrics, output.metrics, seconds),
             data_state=data_state,
             weight_version=",".join(sorted(versions)),
             seconds=time.perf_counter() - started,
@@ -162,11 +163,11 @@ class RolloutManager:
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set; the samples are dumped, their numbers returned."""
         results = await self._generator.evaluate(rollout_id)
-        reports = {name: EvaluationReport(result.mean_reward, result.metrics()) for name, result in results.items()}
         samples = [sample for result in results.values() for sample in result.samples]
-        metrics = {name: value for report in reports.values() for name, value in report.scalars.items()}
+        metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         self._dump(rollout_id, samples, metrics, evaluation=True)
-        return reports
+        scalars = reported_scalars(self._args, rollout_id, results)
+        return {name: EvaluationReport(result.mean_reward, scalars[name]) for name, result in results.items()}
 
     def _dump(
         self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], *, evaluation: bool = False

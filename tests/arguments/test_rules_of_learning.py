@@ -156,8 +156,36 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "hooks_keep_their_contracts": (
-        ["--custom-rm-path slimrl_test_hooks.judge", "--dynamic-sampling-filter-path slimrl_test_hooks.keep"],
         [
+            "--custom-rm-path slimrl_test_hooks.judge",
+            "--dynamic-sampling-filter-path slimrl_test_hooks.keep",
+            "--rollout-sample-hook-path slimrl_test_hooks.judge slimrl_test_hooks.keep",
+            "--buffer-filter-path slime.rollout.filter_hub.buffer_filters.pop_first",
+            "--eval-function-path slime.rollout.sglang_rollout.generate_rollout",
+            "--custom-generate-function-path slimrl_test_hooks.generate",
+        ],
+        [
+            (
+                "--rollout-sample-hook-path slimrl_test_hooks.judge slimrl_test_hooks.generate",
+                "--rollout-sample-hook-path slimrl_test_hooks.generate: slimrl_test_hooks.generate(args, sample,"
+                " sampling_params, *, engine) cannot be called as needed (missing a required argument:"
+                " 'sampling_params'): expected is async or ordinary f(args, sample).",
+            ),
+            *[
+                (
+                    f"{flag} slimrl_test_hooks.judg",
+                    f"{flag} slimrl_test_hooks.judg: module slimrl_test_hooks has no judg: did you mean judge?",
+                )
+                for flag in (
+                    "--buffer-filter-path",
+                    "--eval-function-path",
+                    "--rollout-sample-filter-path",
+                    "--rollout-all-samples-process-path",
+                    "--custom-rollout-log-function-path",
+                    "--custom-eval-rollout-log-function-path",
+                    "--custom-convert-samples-to-train-data-path",
+                )
+            ],
             (
                 "--custom-rm-path slimrl_test_hooks.judg",
                 "--custom-rm-path slimrl_test_hooks.judg: module slimrl_test_hooks has no judg: did you mean judge?",
@@ -186,6 +214,9 @@ async def judge(args, sample, **kwargs):
 
 def keep(args, samples, **kwargs):
     return True
+
+async def generate(args, sample, sampling_params, *, engine):
+    return sample
 """
 
 

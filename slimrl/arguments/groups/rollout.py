@@ -82,19 +82,13 @@ class RolloutArguments:
         None, "function that sees all judged groups of a rollout, dropped ones too (dotted import path)"
     )
     custom_convert_samples_to_train_data_path: str | None = flag(
-        None,
-        "function that makes the training batch (dotted import path)",
-        not_served="use --custom-generate-function-path and --custom-reward-post-process-path",
+        None, "function that makes the training data of a rollout (dotted import path)"
     )
     custom_rollout_log_function_path: str | None = flag(
-        None,
-        "function that logs a rollout (dotted import path)",
-        not_served="read summary.json of the run folder or its TensorBoard scalars",
+        None, "function that logs a rollout (dotted import path); what it returns says whether slimrl does not"
     )
     custom_eval_rollout_log_function_path: str | None = flag(
-        None,
-        "function that logs an evaluation (dotted import path)",
-        not_served="read summary.json of the run folder or its TensorBoard scalars",
+        None, "function that logs an evaluation (dotted import path); what it returns says whether slimrl does not"
     )
     use_distributed_post: bool = flag(
         False,

@@ -27,13 +27,18 @@ class HookPlace:
 def hook_places(args: Arguments) -> list[HookPlace]:
     """Every `--...-path` flag that leads to a module, and the hooks of single evaluation sets."""
     values = vars(args)
-    doors = {spec.name: values[spec.dest] for spec in all_flag_specs() if _may_name_code(spec, values[spec.dest])}
+    doors: list[tuple[str, str | None]] = []
+    for spec in all_flag_specs():
+        value = values[spec.dest]
+        if _may_name_code(spec, value):
+            doors += [(spec.name, path) for path in (value if spec.many else [value])]
     for dataset in args.eval_datasets:
         if dataset.custom_rm_path != args.custom_rm_path:
-            doors[f"eval set {dataset.name}: custom_rm_path"] = dataset.custom_rm_path
+            doors.append((f"eval set {dataset.name}: custom_rm_path", dataset.custom_rm_path))
         if dataset.custom_generate_function_path != args.custom_generate_function_path:
-            doors[f"eval set {dataset.name}: custom_generate_function_path"] = dataset.custom_generate_function_path
-    places = [_place(door, own_path(path)) for door, path in doors.items() if path]
+            path = dataset.custom_generate_function_path
+            doors.append((f"eval set {dataset.name}: custom_generate_function_path", path))
+    places = [_place(door, own_path(path)) for door, path in doors if path]
     return [place for place in places if place is not None]
 
 

@@ -21,6 +21,13 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
         ("--buffer-filter-path", args.buffer_filter_path, hooks.BufferFilter),
         ("--rollout-sample-filter-path", args.rollout_sample_filter_path, hooks.SampleFilter),
         ("--rollout-all-samples-process-path", args.rollout_all_samples_process_path, hooks.AllSamplesProcess),
+        ("--custom-rollout-log-function-path", args.custom_rollout_log_function_path, hooks.RolloutLog),
+        ("--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path, hooks.EvalRolloutLog),
+        (
+            "--custom-convert-samples-to-train-data-path",
+            args.custom_convert_samples_to_train_data_path,
+            hooks.ConvertSamples,
+        ),
         ("--custom-rm-path", args.custom_rm_path, hooks.CustomReward),
         ("--custom-reward-post-process-path", args.custom_reward_post_process_path, hooks.RewardPostProcess),
     ]

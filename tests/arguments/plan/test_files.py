@@ -146,3 +146,10 @@ def test_slimes_paths_are_found_where_slimrl_has_them():
     found = places["--dynamic-sampling-filter-path"]
     assert found.function.startswith("slimrl.")
     assert found.line is not None
+
+
+def test_each_of_several_hooks_of_one_flag_has_its_place():
+    paths = ["examples.filters.between", "examples.reward.judge"]
+    places = [place for place in hook_places(flags(QWEN3_4B, rollout_sample_hook_path=paths))]
+    found = [(place.function, place.file.name) for place in places if place.door == "--rollout-sample-hook-path"]
+    assert found == [("examples.filters.between", "filters.py"), ("examples.reward.judge", "reward.py")]

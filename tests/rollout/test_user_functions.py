@@ -1,0 +1,306 @@
+"""Functions of the user's around a rollout: what each sees, when it is called, and what its answer does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+import torch
+
+from slimrl.data.batch import batch_from_samples
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.hooks import HookError, HookFailedError
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import check_any_completed
+from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.own_logs import reported_metrics, reported_scalars
+from slimrl.rollout.rewards import rewards_of
+from slimrl.rollout.sample_task import SampleError
+from slimrl.rollout.train_data import batch_from_columns, training_batch
+
+HUB = "slime.rollout.filter_hub.dynamic_sampling_filters"
+FUNCTIONS = """
+import copy
+import torch
+from types import SimpleNamespace
+
+def noted(args, name, what):
+    args.custom.setdefault(name, []).append(what)
+
+def see(args, sample, rollout_id, evaluation):
+    noted(args, "seen", (sample.index, rollout_id, evaluation, sample.reward))
+    sample.label = str(int(sample.label) + 1)
+
+async def replace(args, sample, **told):
+    noted(args, "told", told)
+    changed = copy.deepcopy(sample)
+    changed.metadata["by"] = "replace"
+    return changed
+
+def confuse(args, sample):
+    return "sample"
+
+def fail(args, sample):
+    raise KeyError("tool")
+
+def every_second(args, groups):
+    for sample in groups[0]:
+        sample.remove_sample = True
+    noted(args, "filtered", [group[0].group_index for group in groups])
+
+def failing_filter(args, groups):
+    raise ZeroDivisionError("no groups")
+
+def all_groups(args, groups, data_source):
+    noted(args, "all", [group[0].group_index for group in groups])
+    noted(args, "length", len(data_source))
+
+def odd_bool(args, samples):
+    return samples[0].group_index % 2 == 1
+
+def odd_tensor(args, samples, **kwargs):
+    return torch.tensor(samples[0].group_index % 2 == 1)
+
+def odd_reasoned(args, samples):
+    odd = samples[0].group_index % 2 == 1
+    return SimpleNamespace(keep=odd, reason=None if odd else "even")
+
+def forgetful(args, samples):
+    pass
+
+def own_evaluation(args, rollout_id, data_source, *, evaluation, generator=None):
+    assert evaluation and data_source is None
+    results = generator.evaluation(rollout_id)
+    return {"mine": {"rewards": [2.0] * len(results["sums"].samples), "samples": results["sums"].samples}}
+
+def log(rollout_id, args, samples, extra_metrics, rollout_time):
+    noted(args, "logged", (rollout_id, len(samples), extra_metrics, rollout_time))
+    return args.custom["replace"]
+
+def log_evaluation(rollout_id, args, data, extra_metrics):
+    noted(args, "logged", (rollout_id, {name: sorted(part) for name, part in data.items()}, data["a"]["truncated"]))
+    return args.custom["replace"]
+
+def convert(args, samples):
+    kept = [sample for sample in samples if not sample.remove_sample]
+    return {
+        "tokens": [sample.tokens for sample in kept],
+        "response_lengths": [sample.response_length for sample in kept],
+        "rewards": [2 * sample.reward for sample in kept],
+        "raw_reward": [sample.reward for sample in kept],
+        "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in kept],
+        "loss_masks": [sample.loss_mask for sample in kept],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in kept],
+        "sample_indices": [sample.index for sample in kept],
+        "rollout_ids": [sample.group_index for sample in kept],
+    }
+
+def convert_badly(args, samples):
+    return {"tokens": [[1]], "multimodal_train_inputs": [None]}
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "functions_under_test.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "functions_under_test"
+    sys.modules.pop("functions_under_test", None)
+
+
+@pytest.fixture
+def roll(make_args, tokenizer, fake_engine):
+    def run(work=None, engine=None, **changes):
+        args = make_args(**changes)
+        source = RolloutDataSource(args, tokenizer)
+
+        async def main():
+            generator = RolloutGenerator(args, tokenizer, engine or fake_engine())
+            try:
+                return await (work(generator) if work else generator.generate_rollout(7, source))
+            finally:
+                generator.close()
+
+        return asyncio.run(main()), args
+
+    return run
+
+
+# -- one sample ------------------------------------------------------------------------------------------------------
+
+
+def test_sample_hooks_come_in_order_once_per_sample_before_the_reward(roll, own):
+    output, args = roll(rollout_sample_hook_path=[f"{own}.see", f"{own}.replace"])
+    samples = [sample for group in output.groups for sample in group]
+    assert sorted(args.custom["seen"]) == [(index, 7, False, None) for index in range(8)]
+    assert args.custom["told"] == [{"rollout_id": 7, "evaluation": False}] * 8
+    assert all(sample.metadata["by"] == "replace" for sample in samples)
+    assert all(sample.reward == 0.0 for sample in samples)  # the first hook moved the label
+
+
+def test_sample_hooks_see_evaluation_samples_too(roll, own, make_eval_dataset):
+    _, args = roll(
+        lambda generator: generator.evaluate(3),
+        rollout_sample_hook_path=[f"{own}.see"],
+        eval_datasets=[make_eval_dataset()],
+    )
+    assert sorted(args.custom["seen"]) == [(index, 3, True, None) for index in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("confuse", r"confuse of sample \d \(group \d\) failed: TypeError: it must return a Sample or None, not 'samp"),
+        ("fail", r"--rollout-sample-hook-path functions_under_test.fail of sample \d .* failed: KeyError: 'tool'; its"),
+    ],
+)
+def test_a_failing_sample_hook_names_itself_and_the_sample(roll, own, name, message):
+    with pytest.raises(SampleError, match=message):
+        roll(rollout_sample_hook_path=[f"{own}.{name}"])
+
+
+# -- all groups ------------------------------------------------------------------------------------------------------
+
+
+def test_the_sample_filter_takes_samples_out_and_all_groups_are_seen_dropped_ones_too(roll, own):
+    output, args = roll(
+        dynamic_sampling_filter_path=f"{own}.odd_reasoned",
+        rollout_sample_filter_path=f"{own}.every_second",
+        rollout_all_samples_process_path=f"{own}.all_groups",
+    )
+    assert args.custom["filtered"] == [[1, 3, 5, 7]]
+    (seen,) = args.custom["all"]
+    assert seen == sorted(seen) and {1, 3, 5, 7} < set(seen) and any(number % 2 == 0 for number in seen)
+    assert args.custom["length"] == [12]
+    assert [[sample.remove_sample for sample in group] for group in output.groups] == [[True] * 2] + [[False] * 2] * 3
+
+
+def test_a_failing_filter_names_its_flag_and_itself(roll, own):
+    with pytest.raises(HookFailedError, match="--rollout-sample-filter-path .*failing_filter raised ZeroDivisionError"):
+        roll(rollout_sample_filter_path=f"{own}.failing_filter")
+
+
+@pytest.mark.parametrize(("name", "reason"), [("bool", "unnamed"), ("tensor", "unnamed"), ("reasoned", "even")])
+def test_a_filter_may_answer_with_a_bool_a_tensor_or_a_reason(roll, own, name, reason):
+    output, _ = roll(dynamic_sampling_filter_path=f"{own}.odd_{name}")
+    assert [group[0].group_index for group in output.groups] == [1, 3, 5, 7]
+    assert output.metrics[f"rollout/dynamic_filter/drop_{reason}"] >= 4
+
+
+def test_a_filter_that_answers_nothing_is_an_error(roll, own):
+    with pytest.raises(HookFailedError, match="forgetful raised TypeError: it returned None: return a bool, a scalar"):
+        roll(dynamic_sampling_filter_path=f"{own}.forgetful")
+
+
+def test_groups_in_reserve_fill_a_rollout_that_its_prompts_do_not(roll, fake_engine):
+    # of each wave of 6 prompts, group 1 alone has rewards that differ
+    def reply(prompt, call):
+        return f"\\boxed{{{2 if prompt == '1+1=' and call % 2 else -1}}}"
+
+    engine = fake_engine(reply)
+    output, _ = roll(
+        engine=engine,
+        dynamic_sampling_filter_path=f"{HUB}.check_reward_nonzero_std_with_fallback",
+        over_sampling_batch_size=6,
+    )
+    assert len(engine.requests) == 12  # one wave
+    assert [group[0].group_index for group in output.groups].count(1) == 1 and len(output.groups) == 4
+    assert output.metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 2.0
+
+
+def test_a_group_of_cut_off_responses_alone_is_dropped(make_args):
+    cut = Sample(prompt="q", status=SampleStatus.TRUNCATED)
+    whole = Sample(prompt="q", status=SampleStatus.COMPLETED)
+    assert check_any_completed(make_args(), [cut, whole]) == DynamicFilterOutput(True)
+    assert check_any_completed(make_args(), [cut, cut]) == DynamicFilterOutput(False, "all_truncated")
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_function_of_its_own_leaves_rollouts_alone(roll, own, make_eval_dataset):
+    settings = {"eval_function_path": f"{own}.own_evaluation", "eval_datasets": [make_eval_dataset()]}
+    results, _ = roll(lambda generator: generator.evaluate(3), **settings)
+    assert list(results) == ["mine"] and results["mine"].mean_reward == 2.0
+    output, _ = roll(**settings)
+    assert len(output.groups) == 4
+
+
+def test_paths_are_refused_where_the_function_cannot_be_called(roll, own):
+    with pytest.raises(HookError, match=r"expected is async or ordinary f\(args, sample\)"):
+        roll(rollout_sample_hook_path=[f"{own}.all_groups"])
+    with pytest.raises(HookError, match=r"expected is f\(args, all_groups, data_source\)"):
+        roll(rollout_all_samples_process_path=f"{own}.confuse")
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def finished(index, reward, length=2, **changes):
+    return Sample(
+        prompt="q", group_index=index // 2, index=index, tokens=[5] * (3 + length), response_length=length,
+        loss_mask=[1] * length, rollout_log_probs=[-0.5] * length, reward=reward, status=SampleStatus.COMPLETED,
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("replace", [True, None])
+def test_a_log_function_may_replace_the_metrics_but_the_reward(make_args, own, replace):
+    args = make_args(custom_rollout_log_function_path=f"{own}.log", custom={"replace": replace})
+    metrics = {"rollout/raw_reward": 0.5, "rollout/truncated_ratio": 0.1, "rollout/x": 1.0}
+    reported = reported_metrics(args, 4, [finished(0, 1.0)], metrics, {"rollout/x": 1.0}, 2.5)
+    assert args.custom["logged"] == [(4, 1, {"rollout/x": 1.0}, 2.5)]
+    assert reported == ({"rollout/raw_reward": 0.5} if replace else metrics)
+    assert reported_metrics(make_args(), 4, [], metrics, {}, 2.5) == metrics
+
+
+@pytest.mark.parametrize("replace", [True, None])
+def test_an_evaluation_log_function_may_replace_all_but_the_mean_rewards(make_args, own, replace):
+    args = make_args(custom_eval_rollout_log_function_path=f"{own}.log_evaluation", custom={"replace": replace})
+    samples = [finished(0, 1.0), finished(1, 0.0)]
+    samples[1].status = SampleStatus.TRUNCATED
+    results = {"a": EvalResult("a", [1.0, 0.0], samples, 1)}
+    reported = reported_scalars(args, 4, results)
+    assert args.custom["logged"] == [(4, {"a": ["rewards", "samples", "truncated"]}, [False, True])]
+    assert reported == ({"a": {"eval/a": 0.5}} if replace else {"a": results["a"].metrics()})
+
+
+# -- training data ---------------------------------------------------------------------------------------------------
+
+
+def test_training_data_of_the_users_making_equals_the_built_in_batch_in_what_it_takes_over(make_args, own):
+    samples = [finished(0, 1.0, 3), finished(1, 0.0, remove_sample=True), finished(2, 0.5, 4), finished(3, 0.25)]
+    samples[2].status, samples[3].loss_mask = SampleStatus.TRUNCATED, [0, 1]
+    args = make_args(custom_convert_samples_to_train_data_path=f"{own}.convert")
+    rewards = rewards_of(args, samples)
+    batch = training_batch(args, samples, rewards)
+    raw = torch.tensor([1.0, 0.5, 0.25])
+    expected = batch_from_samples([samples[0], *samples[2:]], raw, 2 * raw)
+    for name, column in vars(expected).items():
+        assert torch.equal(torch.as_tensor(getattr(batch, name)), torch.as_tensor(column)), name
+    built_in = training_batch(make_args(), samples, rewards)
+    assert len(built_in) == 4 and torch.equal(built_in.rewards, rewards.normalized)
+
+
+def test_training_data_that_does_not_fit_is_refused(make_args, own):
+    args = make_args(custom_convert_samples_to_train_data_path=f"{own}.convert_badly")
+    samples = [finished(0, 1.0), finished(1, 0.0)]
+    with pytest.raises(HookFailedError, match=r"columns \['response_lengths', .* are missing and \['multimodal_train"):
+        training_batch(args, samples, rewards_of(args, samples))
+    good = {
+        "tokens": [[1, 2, 3]], "response_lengths": [2], "rewards": [1.0], "loss_masks": [[1, 1]],
+        "rollout_log_probs": [[-1.0, -1.0]],
+    }  # fmt: skip
+    assert len(batch_from_columns(good)) == 1
+    for change, message in (
+        ({"rewards": [1.0, 2.0]}, "column rewards has 2 entries and tokens 1: give one for each row"),
+        ({"total_lengths": [4]}, "sample 0 has 3 tokens and total_lengths 4"),
+        ({"loss_masks": [[1]]}, "has 1 loss_mask for 2 response tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch_from_columns({**good, **change})
+    with pytest.raises(ValueError, match="it returned list: return a dict of columns"):
+        batch_from_columns([good])
