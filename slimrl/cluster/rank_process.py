@@ -7,6 +7,7 @@ and so that Megatron owns the main thread.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
 import pickle
 import sys
@@ -19,6 +20,8 @@ from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.observability.logs import LOG_FORMAT
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from slimrl.weights.sync import WeightUpdater
 
 
@@ -29,18 +32,34 @@ class Rank:
         self._setup = setup
         self._on_progress = on_progress
         self._updater: WeightUpdater | None = None
+        self._store: TCPStore | None = None
+        self._meeting_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
-    def initialize(self, init_method: str) -> RankStart:
-        """Joins the process group, builds and loads the model and the optimizer."""
+    def open_store(self) -> int:
+        """Opens the store in which all ranks meet, on a free port that it returns; for rank 0.
+
+        Bound here and kept, because a port that was only looked for may be somebody else's a moment later.
+        """
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._meeting_timeout)
+        return self._store.port
+
+    def initialize(self, host: str, port: int) -> RankStart:
+        """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer."""
+        from torch.distributed import TCPStore
+
         from slimrl.megatron.trainer import MegatronTrainer
 
         setup = self._setup
+        if self._store is None:
+            self._store = TCPStore(host, port, is_master=False, timeout=self._meeting_timeout)
         self._trainer = MegatronTrainer(
             setup.args,
             rank=setup.rank,
             world_size=setup.world_size,
             local_rank=0,
-            init_method=init_method,
+            init_method=self._store,
             on_progress=self._on_progress,
         )
         trainer = self._trainer

@@ -41,8 +41,8 @@ class TrainGroup:
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; the first rollout id and the saved data state, if any."""
-        init_method = self._supervisor.get([self.workers[0].free_address.remote()])[0]
-        starts = self._supervisor.get([worker.initialize.remote(init_method) for worker in self.workers])
+        store = self._supervisor.get([self.workers[0].open_store.remote()])[0]
+        starts = self._supervisor.get([worker.initialize.remote(store) for worker in self.workers])
         first_ids = {start.start_rollout_id for start in starts}
         if len(first_ids) != 1:
             raise RuntimeError(f"the train workers loaded different checkpoints: they start at {sorted(first_ids)}")

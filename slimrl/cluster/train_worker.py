@@ -17,7 +17,6 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import working_folder
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.processes import ManagedProcess, importable
-from slimrl.sglang.ports import claim_ports
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
@@ -64,15 +63,13 @@ class TrainWorker:
         """Micro-batches begun by the running `train`, and all of them, over its passes."""
         return self._progress
 
-    def free_address(self) -> str:
-        """`tcp://host:port` of this node for torch.distributed's rendezvous, held until this actor ends."""
-        host = ray.util.get_node_ip_address()
-        self._rendezvous = claim_ports(1, host)
-        return f"tcp://{host}:{self._rendezvous.first}"
+    def open_store(self) -> tuple[str, int]:
+        """Host and port of the store in which all ranks meet; for rank 0."""
+        return ray.util.get_node_ip_address(), self.call("open_store")
 
-    def initialize(self, init_method: str) -> RankStart:
+    def initialize(self, store: tuple[str, int]) -> RankStart:
         """Builds and loads the model in the rank."""
-        self._start: RankStart = self.call("initialize", init_method)
+        self._start: RankStart = self.call("initialize", *store)
         return self._start
 
     def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:

@@ -70,12 +70,12 @@ class ParallelState:
 
 
 def initialize(
-    args: Arguments, *, rank: int, world_size: int, local_rank: int = 0, init_method: str = "env://"
+    args: Arguments, *, rank: int, world_size: int, local_rank: int = 0, init_method: str | dist.Store = "env://"
 ) -> ParallelState:
     """Open torch.distributed and megatron-core's groups; returns where this process stands.
 
-    Collective over `world_size` processes. `init_method` is torch's, for example "tcp://host:port". Raises
-    ValueError where the parallel sizes do not divide the world.
+    Collective over `world_size` processes. `init_method` is torch's, for example "tcp://host:port", or the store
+    in which the processes meet. Raises ValueError where the parallel sizes do not divide the world.
     """
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_parallel:
@@ -93,9 +93,10 @@ def initialize(
         )
     device = bind_local_device(local_rank)
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    meeting = {"init_method": init_method} if isinstance(init_method, str) else {"store": init_method}
     dist.init_process_group(
         backend_name(),
-        init_method=init_method,
+        **meeting,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

@@ -52,7 +52,7 @@ class MegatronTrainer:
         rank: int,
         world_size: int,
         local_rank: int,
-        init_method: str,
+        init_method: str | dist.Store,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         """Opens the process groups, builds and loads everything; collective over `world_size` processes.
