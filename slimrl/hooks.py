@@ -75,6 +75,14 @@ class CustomReward(Hook, Protocol):
         ...
 
 
+class GroupReward(Hook, Protocol):
+    """`--custom-rm-path` with `--group-rm`: judges all responses to one prompt; in an evaluation one at a time."""
+
+    async def __call__(self, args: Arguments, samples: list[Sample]) -> list[float] | list[dict[str, Any]]:
+        """One reward per sample, in the samples' order."""
+        ...
+
+
 class CustomGenerate(Hook, Protocol):
     """`--custom-generate-function-path`: generates one sample.
 

@@ -109,6 +109,8 @@ class Flights:
 
     async def _make_group(self, flight: _Flight) -> None:
         await gather_or_cancel(self._make_sample(flight, place) for place in range(len(flight.made)))
+        if self._args.group_rm and not self._engine.stopped:
+            await self._maker.judge([sample for made in flight.made for sample in made], self._policy)
 
     async def _make_sample(self, flight: _Flight, place: int) -> None:
         sample = flight.made[place][0]
@@ -118,5 +120,5 @@ class Flights:
         flight.generating -= 1
         if flight.generating == 0:
             flight.generated.set()
-        if not self._engine.stopped:
+        if not self._args.group_rm and not self._engine.stopped:
             await self._maker.judge(made, self._policy)

@@ -80,11 +80,23 @@ class SampleMaker:
         return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
 
     async def judge(self, samples: list[Sample], policy: SamplePolicy) -> None:
-        """Fills in the rewards that finished samples lack. Raises SampleError."""
+        """Fills in the rewards that finished samples lack; with `--group-rm` in one call. Raises SampleError."""
+        if self._args.group_rm:
+            await self._judge_together(
+                [made for made in samples if made.status in _FINISHED and made.reward is None], policy
+            )
+            return
         for made in samples:
             if made.status in _FINISHED and made.reward is None:
                 made.reward = await _named(made, "the reward", self._scorer.score(made, policy.reward_rule))
         self.finished += all(made.reward is not None for made in samples)
+
+    async def _judge_together(self, samples: list[Sample], policy: SamplePolicy) -> None:
+        if samples:
+            judging = self._scorer.score_group(samples, policy.reward_rule)
+            for made, reward in zip(samples, await _named(samples[0], "the reward of the group", judging), strict=True):
+                made.reward = reward
+        self.finished += len(samples)
 
     async def _generate(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy) -> list[Sample]:
         if policy.custom_generate_path is None:

@@ -114,9 +114,8 @@ def test_mistakes_beside_good_sets_are_found_too(config, recipe):
         " defaults.",
         f"--eval-config {path}: defaults has an unknown key 'top_q', did you mean top_p?",
     ]
-    assert sentences(config("datasets: [{{name: a, path: {dir}/train.jsonl, rm_type: dapo}}]")) == [
-        "--eval-config: set a has rm_type 'dapo': give one of deepscaler, math, random, boxed_deepscaler,"
-        " boxed_math, boxed_random."
+    assert sentences(config("datasets: [{{name: a, path: {dir}/train.jsonl, rm_type: maths}}]")) == [
+        f"--eval-config: set a has rm_type 'maths': give one of {', '.join(RM_TYPES)}."
     ]
     assert sentences(config("datasets: [{{name: a, path: {dir}/train.jsonl, custom_rm_path: no.where}}]")) == [
         "--eval-config: set a, custom_rm_path no.where: there is no module no: check the spelling, or start from the"

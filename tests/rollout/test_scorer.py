@@ -79,7 +79,7 @@ def test_the_nearest_choice_wins(scorer, hooks):
 def test_no_reward_and_an_unknown_reward_are_sentences(scorer):
     with pytest.raises(ValueError, match="give --rm-type, --custom-rm-path or metadata.rm_type"):
         asyncio.run(scorer.score(right_sample(), NOTHING))
-    with pytest.raises(ValueError, match="'maths' is not known: use deepscaler, math, random"):
+    with pytest.raises(ValueError, match="'maths' is not known: use dapo, deepscaler, f1, gpqa, ifbench, ifeval, math"):
         asyncio.run(scorer.score(right_sample(metadata={"rm_type": "maths"}), NOTHING))
     with pytest.raises(ValueError, match="--rm-type: the reward type 'maths' is not known"):
         RewardRule(None, "maths").check("--rm-type")
@@ -126,10 +126,10 @@ def test_async_rm_works_outside_a_rollout_and_leaves_nothing(make_args):
 
 def test_a_grader_without_a_verdict_is_counted_not_hidden(make_args, caplog):
     scorer = RewardScorer(make_args(), graders=GraderPool(time_limit_s=0.5, size=1))
-    sample = right_sample(response="\\boxed{99999999!}", label="x+1")
+    sample = right_sample(response="\\boxed{\\int_0^1 x^{x^{x}} \\sin(\\tan(x^7)) dx}", label="x+1")
     try:
         assert asyncio.run(scorer.score(sample, RewardRule(None, "math"))) == 0.0
     finally:
         scorer.close()
     assert sample.metadata["reward_failure"] == "the grader took more than 0.5 s grading and was killed"
-    assert "sample 3: no verdict on its answer, reward 0" in caplog.text
+    assert "sample 3: no verdict on its answer, judged as wrong" in caplog.text

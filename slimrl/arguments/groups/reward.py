@@ -6,10 +6,8 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-RM_TYPES = tuple(prefix + name for prefix in ("", "boxed_") for name in ("deepscaler", "math", "random"))
-KNOWN_RM_TYPES = tuple(
-    prefix + name for prefix in ("", "boxed_") for name in ("dapo", "f1", "gpqa", "ifbench", "remote_rm")
-)
+_RULES = ("dapo", "deepscaler", "f1", "gpqa", "ifbench", "ifeval", "math", "random", "remote_rm")
+RM_TYPES = tuple(prefix + name for prefix in ("", "boxed_") for name in _RULES)
 
 
 @dataclasses.dataclass
@@ -19,18 +17,16 @@ class RewardArguments:
     rm_type: str | None = flag(
         None,
         "built-in reward, with boxed_ the last \\boxed{} wherever it stands; a sample's metadata.rm_type goes first",
-        choices=RM_TYPES + KNOWN_RM_TYPES,
-        not_served=f"use one of {', '.join(RM_TYPES)}, or --custom-rm-path",
-        served=RM_TYPES,
+        choices=RM_TYPES,
     )
     custom_rm_path: str | None = flag(None, "reward function (dotted import path); goes before --rm-type")
     group_rm: bool = flag(
-        False,
-        "judge a whole group in one call",
-        not_served="responses are judged one by one; use --custom-reward-post-process-path to compare a group",
+        False, "judge a whole group in one call: --custom-rm-path is then async f(args, samples), a list of rewards"
     )
-    rm_url: str | None = flag(
-        None, "address of a reward service", not_served="call it from a function of your own, --custom-rm-path"
+    rm_url: str | None = flag(None, "address of the reward service that --rm-type remote_rm asks")
+    rm_time_limit: float = flag(5.0, "time that a built-in grader has for one answer (s); then it is killed", above=0)
+    rm_num_graders: int | None = flag(
+        None, "processes that built-in graders run in (a quarter of the cores, 2 to 16)", at_least=1
     )
     reward_key: str | None = flag(None, "entry to train on where the reward is a dict")
     custom_reward_post_process_path: str | None = flag(

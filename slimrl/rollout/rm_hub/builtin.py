@@ -1,75 +1,98 @@
-"""The built-in rewards, by the name `--rm-type` knows them: 1.0 for a right answer, 0.0 for any other.
+"""The built-in rewards, by the name `--rm-type` knows them.
 
-| type | the answer is |
-| --- | --- |
-| `math` | the last `\\boxed{...}` of the response |
-| `deepscaler` | the last `\\boxed{...}` after `</think>` (or `###Response`); without such a marker there is none |
-| `random` | not looked at: 0 or 1 by a coin that is the same for the same sample in every run |
+| type | what is judged | reward |
+| --- | --- | --- |
+| `math` | the last `\\boxed{...}` of the response means the same as the label | 1 or 0 |
+| `deepscaler` | the same, of what follows `</think>` (or `###Response`); without such a marker it is wrong | 1 or 0 |
+| `dapo` | the last line `Answer: ...` within the last 300 characters | `{score: 1 or -1, acc, pred}` |
+| `gpqa` | the letter that the response settles on; `metadata.choices` may hold the texts | 1 or 0 |
+| `f1` | the words shared with the label, or with the best of several labels | 0 to 1 |
+| `ifeval`, `ifbench` | every instruction of `metadata.instruction_id_list` is followed | 1 or 0 |
+| `remote_rm` | whatever the service at `--rm-url` says | its answer |
+| `random` | nothing: a coin that is the same for the same sample in every run | 1 or 0 |
 
-With the prefix `boxed_` the answer is the last `\\boxed{...}` wherever it stands.
+With the prefix `boxed_` the content of the last `\\boxed{...}` is judged in place of the response.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Callable
+from typing import Any
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub.answers import compare
+from slimrl.rollout.rm_hub import instructions, multiple_choice, rules
 from slimrl.rollout.rm_hub.boxed import last_boxed
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.sampling import sampling_seed
 
-Reward = Callable[[Sample, str | None, GraderPool], Awaitable[float]]
+Reward = float | dict[str, Any]
 
 BOXED_PREFIX = "boxed_"
-_THINKING_ENDS = ("</think>", "###Response")
+REMOTE = "remote_rm"
+RANDOM = "random"
+
+_BOXED_RULES = {"math", "deepscaler"}
+_SHORT_BOX = re.compile(r"\\(?:boxed|fbox)\{([^{}\\]{1,64})\}")
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
-async def grade(rm_type: str, sample: Sample, graders: GraderPool) -> float:
-    """The reward of a built-in type. Raises GraderFailure where no verdict was reached, ValueError on a bad label."""
-    if rm_type.startswith(BOXED_PREFIX):
-        return await _BUILTIN[rm_type.removeprefix(BOXED_PREFIX)](sample, last_boxed(sample.response), graders)
-    answer = last_boxed(after_thinking(sample.response) if rm_type == "deepscaler" else sample.response)
-    return await _BUILTIN[rm_type](sample, answer, graders)
+async def grade(rm_type: str, sample: Sample, graders: GraderPool) -> Reward:
+    """The reward of a built-in rule. Raises GraderFailure where no verdict was reached, ValueError on a bad label."""
+    rule = rm_type.removeprefix(BOXED_PREFIX)
+    if rule == RANDOM:
+        return float(sampling_seed("random reward", sample.index if sample.index is not None else sample.response) % 2)
+    needs = _NEEDS[rule](sample)
+    if rule in _BOXED_RULES:
+        verdict = at_sight(sample.response, needs["label"], thinks=rm_type == "deepscaler")
+        if verdict is not None:
+            return float(verdict)
+    request = {"rule": rule, "boxed": rm_type != rule, "response": sample.response, **needs}
+    return (await graders.grade(request))["value"]
+
+
+def at_sight(response: str, label: str, *, thinks: bool) -> bool | None:
+    """Whether the last box is right, where that takes no more than comparing two texts or two whole numbers.
+
+    None where it takes more; then a grader decides. `thinks` says that the box has to follow the end of the thinking.
+    A few microseconds whatever the response is, so that it may run where the rollout runs.
+    """
+    start = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
+    box = _SHORT_BOX.match(response, start) if start >= 0 else None
+    if box is None or (thinks and not any(0 <= response.rfind(end) < start for end in rules.THINKING_ENDS)):
+        return None
+    answer, label = box[1].strip(), label.strip()
+    if answer == label and answer:
+        return True
+    return int(answer) == int(label) if _WHOLE.fullmatch(answer) and _WHOLE.fullmatch(label) else None
+
+
+def wrong(rm_type: str) -> Reward:
+    """The reward of a wrong answer."""
+    return rules.wrong(rm_type.removeprefix(BOXED_PREFIX))
+
+
+def judged_text(rm_type: str, response: str) -> str:
+    """What of a response is judged: with the prefix `boxed_` the content of its last box, empty where there is none."""
+    return (last_boxed(response) or "") if rm_type.startswith(BOXED_PREFIX) else response
+
+
+def is_remote(rm_type: str) -> bool:
+    """Whether the type asks a service, which `RemoteReward` does."""
+    return rm_type.removeprefix(BOXED_PREFIX) == REMOTE
 
 
 def is_builtin(rm_type: str) -> bool:
     """Whether `rm_type` names a built-in reward."""
-    return rm_type.removeprefix(BOXED_PREFIX) in _BUILTIN
+    return rm_type.removeprefix(BOXED_PREFIX) in builtin_types()
 
 
 def builtin_types() -> list[str]:
     """The names without prefix, for messages."""
-    return sorted(_BUILTIN)
+    return sorted([*_NEEDS, REMOTE, RANDOM])
 
 
-def after_thinking(response: str) -> str:
-    """What follows the last end-of-thinking marker; empty where the response never ends its thinking."""
-    for marker in _THINKING_ENDS:
-        _, found, rest = response.rpartition(marker)
-        if found:
-            return rest
-    return ""
-
-
-async def answers_equal(answer: str, label: str, graders: GraderPool) -> bool:
-    """Whether two answers mean the same: by spelling or as rationals, else by computer algebra (math-verify)."""
-    verdict = compare(answer, label)
-    if verdict is None:
-        verdict = (await graders.grade({"answer": answer, "label": label}))["equal"]
-    return verdict
-
-
-async def _math(sample: Sample, answer: str | None, graders: GraderPool) -> float:
-    label = _label_answer(sample)
-    return float(answer is not None and await answers_equal(answer, label, graders))
-
-
-async def _random(sample: Sample, answer: str | None, graders: GraderPool) -> float:
-    return float(sampling_seed("random reward", sample.index if sample.index is not None else sample.response) % 2)
-
-
-def _label_answer(sample: Sample) -> str:
+def _answer(sample: Sample) -> dict[str, Any]:
     """The true answer as text; a label may be a number, or hold its answer in a box."""
     label = sample.label
     if isinstance(label, bool) or not isinstance(label, str | int | float) or str(label).strip() == "":
@@ -78,7 +101,32 @@ def _label_answer(sample: Sample) -> str:
         )
     text = str(label)
     boxed = last_boxed(text)
-    return text if boxed is None else boxed
+    return {"label": text if boxed is None else boxed}
 
 
-_BUILTIN: dict[str, Reward] = {"math": _math, "deepscaler": _math, "random": _random}
+def _texts(sample: Sample) -> dict[str, Any]:
+    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    if not labels or not all(isinstance(label, str) for label in labels):
+        raise ValueError(
+            f"the label is {sample.label!r}, and f1 rewards need a text or a list of them: check --label-key"
+        )
+    return {"label": labels}
+
+
+def _question(sample: Sample) -> dict[str, Any]:
+    return {"question": multiple_choice.question(sample.label, sample.metadata)}
+
+
+def _instructions(sample: Sample) -> dict[str, Any]:
+    return {"instructions": instructions.of_metadata(sample.metadata)}
+
+
+_NEEDS: dict[str, Callable[[Sample], dict[str, Any]]] = {
+    "math": _answer,
+    "deepscaler": _answer,
+    "dapo": _answer,
+    "f1": _texts,
+    "gpqa": _question,
+    "ifbench": _instructions,
+    "ifeval": _instructions,
+}

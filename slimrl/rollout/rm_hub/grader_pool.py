@@ -1,151 +1,208 @@
-"""Graders in processes of their own, a few of them, each killed when one request takes too long.
+"""Graders in processes of their own, a few of them, each killed when one answer takes too long.
 
-A response can make any parser hang, so nothing that judges one runs in the caller's process without a bound.
-Created and closed by the reward scorer; workers start when first needed and end with the pool or its process.
+A response can make any parser hang, so nothing that judges one runs in the caller's process. One thread speaks to all
+processes; they start when first needed and end with the pool or its process. Owned by the reward scorer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import select
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-MATH_WORKER = Path(__file__).with_name("math_worker.py")
+from slimrl.rollout.rm_hub.grader_process import GraderProcess
+
+WORKER = Path(__file__).with_name("grader_worker.py")
 TIME_LIMIT_S = 5.0
-_START_LIMIT_S = 120.0
+# Requests sent ahead to one process: enough to hide the way there and back, few to wait behind a slow one.
+_AHEAD = 4
 
 
 class GraderFailure(Exception):
-    """A grader gave no verdict: it ran out of time, died, or failed on the answer."""
+    """A grader gave no verdict: it ran out of time or memory, died, or failed on the answer."""
+
+
+class GraderUnavailable(RuntimeError):
+    """Graders do not start at all, or the pool was closed: no answer can be judged."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """One line for a grader and the future of whoever waits for its reply."""
+
+    line: bytes
+    future: asyncio.Future[dict[str, Any]]
 
 
 class GraderPool:
-    """At most `size` worker processes running `script`, one JSON line in and one out per request."""
+    """At most `size` processes running `script`, one JSON line in and one out per request."""
 
-    def __init__(
-        self, script: Path = MATH_WORKER, *, time_limit_s: float = TIME_LIMIT_S, size: int | None = None
-    ) -> None:
+    def __init__(self, script: Path = WORKER, *, time_limit_s: float = TIME_LIMIT_S, size: int | None = None) -> None:
         self._script = script
         self._time_limit_s = time_limit_s
-        size = size or max(2, min(16, (os.cpu_count() or 1) // 4))
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="slimrl-grader")
+        self._size = size or default_size()
+        self._queue: deque[_Request] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
         self._closed = False
 
     async def grade(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's reply. Raises GraderFailure where there is none within the time limit, or an `error`."""
-        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._grade, request)
+        """The grader's reply. Raises GraderFailure where there is none within the time limit, or an `error`.
+
+        Raises GraderUnavailable where graders cannot be started or the pool is closed.
+        """
+        line = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        future = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._closed:
+                raise GraderUnavailable("the grader pool was closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="slimrl-graders", daemon=True)
+                self._thread.start()
+            self._queue.append(_Request(line, future))
+        os.eventfd_write(self._wake, 1)
+        reply = await future
         if "error" in reply:
             raise GraderFailure(f"the grader failed: {reply['error']}")
         return reply
 
     def close(self) -> None:
-        """Kills every worker and waits for the threads that spoke to them."""
+        """Kills every grader; whoever waits gets GraderUnavailable."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            idle, self._idle = self._idle, []
-            busy, self._busy = self._busy, set()
-        for worker in idle:
-            worker.kill()
-        for worker in busy:
-            worker.interrupt()
-        self._threads.shutdown(cancel_futures=True)
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self._wake)
 
-    def _grade(self, request: dict[str, Any]) -> dict[str, Any]:
-        # One thread speaks to one worker at a time, so the number of threads bounds the number of workers.
-        worker = self._take_worker()
+    def _run(self) -> None:
+        dispatcher = _Dispatcher(self._script, self._time_limit_s, self._size, self._queue, self._wake)
         try:
-            reply = worker.ask(request, self._time_limit_s)
-        except GraderFailure:
-            with self._lock:
-                self._busy.discard(worker)
-            worker.kill()
-            raise
-        with self._lock:
-            self._busy.discard(worker)
-            if not self._closed:
-                self._idle.append(worker)
-                return reply
-        worker.kill()
-        return reply
-
-    def _take_worker(self) -> _Worker:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-            if worker is not None:
-                self._busy.add(worker)
-                return worker
-        worker = _Worker(self._script)
-        with self._lock:
-            if not self._closed:
-                self._busy.add(worker)
-                return worker
-        worker.kill()
-        raise GraderFailure("the grader pool was closed")
+            while not self._closed:
+                dispatcher.step()
+        finally:
+            dispatcher.stop()
 
 
-class _Worker:
-    """One grader process and its two pipes."""
+class _Dispatcher:
+    """The pool's thread: hands requests to processes and replies to their futures."""
 
-    def __init__(self, script: Path) -> None:
-        # -P keeps the script's folder, which holds modules of its own names, out of the import path.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        self._pending = b""
-        try:
-            self._read_line(_START_LIMIT_S, "starting")
-        except GraderFailure:
-            self.kill()
-            raise
+    def __init__(self, script: Path, time_limit_s: float, size: int, queue: deque[_Request], wake: int) -> None:
+        self._script = script
+        self._time_limit_s = time_limit_s
+        self._size = size
+        self._queue = queue
+        self._wake = wake
+        self._processes: list[GraderProcess] = []
+        self._results: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = defaultdict(list)
 
-    def ask(self, request: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-        """Sends one request and waits for its reply."""
-        try:
-            self._process.stdin.write(orjson.dumps(request) + b"\n")
-        except BrokenPipeError as error:
-            raise GraderFailure("the grader process died between two requests") from error
-        return orjson.loads(self._read_line(time_limit_s, "grading"))
-
-    def interrupt(self) -> None:
-        """Ends the process; whoever waits for its reply sees it die and frees it."""
-        self._process.kill()
-
-    def kill(self) -> None:
-        """Ends the process at once and frees its pipes."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-    def _read_line(self, time_limit_s: float, doing: str) -> bytes:
-        deadline = time.monotonic() + time_limit_s
+    def step(self) -> None:
+        """Waits for the next event and does what it asks for."""
+        deadline = min((process.deadline for process in self._processes), default=float("inf"))
         poll = select.poll()  # select() cannot watch descriptors above 1023
-        poll.register(self._process.stdout, select.POLLIN | select.POLLHUP)
-        while b"\n" not in self._pending:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not poll.poll(left_s * 1000):
-                raise GraderFailure(f"the grader took more than {time_limit_s:g} s {doing} and was killed")
-            chunk = self._process.stdout.read(65536)
-            if not chunk:
-                raise GraderFailure(f"the grader process died {doing}, exit code {self._process.wait()}")
-            self._pending += chunk
-        line, self._pending = self._pending.split(b"\n", 1)
-        return line
+        poll.register(self._wake, select.POLLIN)
+        for process in self._processes:
+            poll.register(process.output_fd, select.POLLIN | select.POLLHUP)
+            if process.has_output:
+                poll.register(process.input_fd, select.POLLOUT)
+        left_ms = None if deadline == float("inf") else max(0.0, deadline - time.monotonic()) * 1000 + 1
+        events = {fd for fd, _ in poll.poll(left_ms)}
+        if self._wake in events:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        for process in list(self._processes):
+            if process.output_fd in events:
+                self._receive(process)
+            elif time.monotonic() >= process.deadline:
+                self._give_up(process)
+            elif process.has_output:
+                process.flush()
+        self._assign()
+        self._deliver()
+
+    def stop(self) -> None:
+        """Kills every process; what waits gets GraderUnavailable."""
+        for process in self._processes:
+            for request in process.waiting:
+                self._finish(request, GraderUnavailable("the grader pool was closed"))
+            process.kill()
+        while self._queue:
+            self._finish(self._queue.popleft(), GraderUnavailable("the grader pool was closed"))
+        self._deliver()
+
+    def _assign(self) -> None:
+        while self._queue:
+            process = min(self._processes, key=lambda one: len(one.waiting), default=None)
+            if process is None or (process.waiting and len(self._processes) < self._size):
+                process = GraderProcess(self._script, self._time_limit_s)
+                self._processes.append(process)
+            if len(process.waiting) >= _AHEAD:
+                return
+            request = self._queue.popleft()
+            if not request.future.cancelled():
+                process.ask(request, request.line)
+
+    def _receive(self, process: GraderProcess) -> None:
+        replies = process.replies()
+        if replies is not None:
+            for request, reply in replies:
+                self._finish(request, reply)
+            return
+        self._processes.remove(process)
+        waiting, started = process.waiting, process.ready
+        code, words = process.ended()
+        if not started:
+            error = GraderUnavailable(f"graders do not start: exit code {code}, last words: {words or 'none'}")
+            for request in [*waiting, *self._queue]:
+                self._finish(request, error)
+            self._queue.clear()
+            return
+        self._blame(waiting, f"the grader process died grading, exit code {code}{': ' if words else ''}{words}")
+
+    def _give_up(self, process: GraderProcess) -> None:
+        self._processes.remove(process)
+        doing = "grading" if process.ready else "starting"
+        process.kill()
+        self._blame(process.waiting, f"the grader took more than {self._time_limit_s:g} s {doing} and was killed")
+
+    def _blame(self, waiting: deque[_Request], reason: str) -> None:
+        """The oldest request failed; those behind it go to another process."""
+        if waiting:
+            self._finish(waiting.popleft(), GraderFailure(reason))
+        self._queue.extendleft(reversed(waiting))
+
+    def _finish(self, request: _Request, outcome: dict[str, Any] | Exception) -> None:
+        self._results[request.future.get_loop()].append((request.future, outcome))
+
+    def _deliver(self) -> None:
+        for loop, results in self._results.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(_set_results, results)
+        self._results.clear()
+
+
+def default_size() -> int:
+    """Graders for this machine: a quarter of its cores, at least two, at most sixteen."""
+    return max(2, min(16, (os.cpu_count() or 1) // 4))
+
+
+def _set_results(results: list[tuple[asyncio.Future[dict[str, Any]], dict[str, Any] | Exception]]) -> None:
+    for future, outcome in results:
+        if future.done():
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,30 +1,36 @@
 """Which reward judges a sample, and judging it: the user's function or a built-in grader, each within a time limit.
 
-A grader without a verdict (time limit, crash) gives reward 0 and leaves its reason in
-`sample.metadata["reward_failure"]`, which the metrics count; a failing user function is an error.
+A grader without a verdict (time limit, crash) gives the reward of a wrong answer and leaves its reason in
+`sample.metadata["reward_failure"]`, which the metrics count; a failing user function or reward service is an error.
 Created and closed by the rollout generator; `async_rm` is the door for user code.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import dataclasses
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import CustomReward, resolve
+from slimrl.hooks import CustomReward, GroupReward, resolve
 from slimrl.rollout.rm_hub import builtin
+from slimrl.rollout.rm_hub.builtin import Reward
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
+from slimrl.rollout.rm_hub.user_rewards import as_reward, as_rewards, within
+from slimrl.rollout.tasks import gather_or_cancel
+
+if TYPE_CHECKING:
+    from slimrl.rollout.rm_hub.remote import RemoteReward
 
 logger = logging.getLogger(__name__)
 
 REWARD_FAILURE_KEY = "reward_failure"
 CUSTOM_TIME_LIMIT_S = 1800.0
 
-_current_graders: contextvars.ContextVar[GraderPool] = contextvars.ContextVar("slimrl_graders")
+_current_scorer: contextvars.ContextVar[RewardScorer] = contextvars.ContextVar("slimrl_scorer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +49,7 @@ class RewardRule:
 
 
 class RewardScorer:
-    """Judges samples of any data set; owns the processes of the built-in graders."""
+    """Judges samples of any data set; owns the processes of the built-in graders and the way to a reward service."""
 
     def __init__(
         self,
@@ -53,72 +59,112 @@ class RewardScorer:
         custom_time_limit_s: float = CUSTOM_TIME_LIMIT_S,
     ) -> None:
         self._args = args
-        self._graders = graders or GraderPool()
+        self._graders = graders or GraderPool(time_limit_s=args.rm_time_limit, size=args.rm_num_graders)
+        self._remote = None if args.rm_url is None else _remote_reward(args.rm_url)
         self._custom_time_limit_s = custom_time_limit_s
-        self._functions: dict[str, CustomReward] = {}
+        self._functions: dict[tuple[str, type], Callable[..., Any]] = {}
 
-    async def score(self, sample: Sample, rule: RewardRule) -> float | dict[str, Any]:
+    async def score(self, sample: Sample, rule: RewardRule) -> Reward:
         """The reward of a finished sample.
 
         The order: the sample's custom_rm_path, the rule's, the sample's metadata.rm_type, the rule's rm_type.
         Raises ValueError where none is given or the label is unfit, TimeoutError where a user function is too slow,
-        and whatever a user function raises.
+        RemoteRewardError where the reward service fails, and whatever a user function raises.
         """
         path = sample.custom_rm_path or rule.custom_rm_path
-        if path is not None:
-            return await self._score_by_function(path, sample)
+        if path is None:
+            return await self._score_by_rule(sample, rule)
+        function = self._function(path, CustomReward)
+        return as_reward(path, await self._run(path, function(self._args, sample)))
+
+    async def score_group(self, samples: list[Sample], rule: RewardRule) -> list[Reward]:
+        """The rewards of a group in the samples' order (`--group-rm`): one call of each user function that judges any.
+
+        Raises what `score` raises, and ValueError where a function does not return one reward per sample.
+        """
+        by_path: dict[str | None, list[int]] = {}
+        for place, sample in enumerate(samples):
+            by_path.setdefault(sample.custom_rm_path or rule.custom_rm_path, []).append(place)
+        rewards: dict[int, Reward] = {}
+        for path, places in by_path.items():
+            part = [samples[place] for place in places]
+            if path is None:
+                judged = await gather_or_cancel(self._score_by_rule(sample, rule) for sample in part)
+            else:
+                function = self._function(path, GroupReward)
+                judged = as_rewards(path, await self._run(path, function(self._args, part)), len(part))
+            rewards.update(zip(places, judged, strict=True))
+        return [rewards[place] for place in range(len(samples))]
+
+    def close(self) -> None:
+        """Ends the graders and the connections."""
+        self._graders.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _function(self, path: str, contract: type) -> Callable[..., Any]:
+        if (path, contract) not in self._functions:
+            self._functions[path, contract] = resolve(path, contract)
+        return self._functions[path, contract]
+
+    async def _run(self, path: str, call: Any) -> Any:
+        """A user function's answer within the time limit; it may ask `async_rm`."""
+        _current_scorer.set(self)
+        return await within(self._custom_time_limit_s, path, call)
+
+    async def _score_by_rule(self, sample: Sample, rule: RewardRule) -> Reward:
         rm_type = sample.metadata.get("rm_type") or rule.rm_type
         if rm_type is None:
             raise ValueError("no reward is chosen: give --rm-type, --custom-rm-path or metadata.rm_type in the data")
         if not builtin.is_builtin(rm_type):
             raise ValueError(_unknown_type(rm_type))
         sample.metadata.pop(REWARD_FAILURE_KEY, None)
+        if builtin.is_remote(rm_type):
+            return await self._score_by_service(rm_type, sample)
         try:
             return await builtin.grade(rm_type, sample, self._graders)
         except GraderFailure as error:
-            logger.warning("sample %s: no verdict on its answer, reward 0: %s", sample.index, error)
+            logger.warning("sample %s: no verdict on its answer, judged as wrong: %s", sample.index, error)
             sample.metadata[REWARD_FAILURE_KEY] = str(error)
-            return 0.0
+            return builtin.wrong(rm_type)
 
-    def close(self) -> None:
-        """Ends the graders."""
-        self._graders.close()
-
-    async def _score_by_function(self, path: str, sample: Sample) -> float | dict[str, Any]:
-        if path not in self._functions:
-            self._functions[path] = resolve(path, CustomReward)
-        _current_graders.set(self._graders)
-        try:
-            async with asyncio.timeout(self._custom_time_limit_s) as limit:
-                reward = await self._functions[path](self._args, sample)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise TimeoutError(
-                f"the reward function {path} took more than {self._custom_time_limit_s:g} s: give it a limit of its own"
-            ) from error
-        if isinstance(reward, bool | int | float | dict):
-            return reward if isinstance(reward, dict) else float(reward)
-        try:
-            return float(reward)  # numpy and torch scalars
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the reward function {path} returned {reward!r}: it must return a number or a dict"
-            ) from error
+    async def _score_by_service(self, rm_type: str, sample: Sample) -> Reward:
+        if self._remote is None:
+            raise ValueError(f"the reward type {rm_type} asks a service, and --rm-url is not given: give its address")
+        return await self._remote.reward(sample, builtin.judged_text(rm_type, sample.response))
 
 
-async def async_rm(args: Arguments, sample: Sample) -> float:
+async def async_rm(args: Arguments, sample: Sample) -> Reward:
     """The built-in reward of `sample`, by its metadata.rm_type or `--rm-type`; for reward functions of users.
 
     Called during a rollout it uses the rollout's graders; anywhere else it starts graders for this one call.
     """
-    graders = _current_graders.get(None)
-    scorer = RewardScorer(args, graders=graders)
+    current = _current_scorer.get(None)
+    scorer = current or RewardScorer(args)
     try:
         return await scorer.score(dataclasses.replace(sample, custom_rm_path=None), RewardRule(None, args.rm_type))
     finally:
-        if graders is None:
+        if current is None:
             scorer.close()
+
+
+async def batched_async_rm(args: Arguments, samples: list[Sample]) -> list[Reward]:
+    """`async_rm` of several samples at once, in their order."""
+    current = _current_scorer.get(None)
+    scorer = current or RewardScorer(args)
+    rule = RewardRule(None, args.rm_type)
+    plain = [dataclasses.replace(sample, custom_rm_path=None) for sample in samples]
+    try:
+        return await gather_or_cancel(scorer.score(sample, rule) for sample in plain)
+    finally:
+        if current is None:
+            scorer.close()
+
+
+def _remote_reward(url: str) -> RemoteReward:
+    from slimrl.rollout.rm_hub.remote import RemoteReward  # brings an HTTP client, which few runs need here
+
+    return RemoteReward(url)
 
 
 def _unknown_type(rm_type: str) -> str:

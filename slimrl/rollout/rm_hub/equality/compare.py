@@ -1,0 +1,274 @@
+"""Deciding whether two answers mean the same: spelling, exact numbers, then shape by shape, then computer algebra.
+
+Called in a grader's process. Algebra is only asked about single values and relations that nothing cheaper decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from slimrl.rollout.rm_hub.equality import intervals, structure, words
+from slimrl.rollout.rm_hub.equality.rationals import rational
+from slimrl.rollout.rm_hub.equality.spelling import clean, tight
+from slimrl.rollout.rm_hub.equality.units import conversion, measure, split_unit
+
+MAX_CHARS = 2000
+MAX_DEPTH = 12
+MAX_ITEMS = 200
+
+Algebra = Callable[[str, str], bool]
+
+
+def answers_equal(answer: str, label: str, algebra: Algebra) -> bool:
+    """Whether `answer` means what `label` means.
+
+    `algebra(answer, label)` decides about LaTeX expressions and relations; what it raises passes through. Answers of
+    more than `MAX_CHARS` characters, and nested more than `MAX_DEPTH` deep, are equal only where they are spelled so.
+    """
+    if answer.strip() == label.strip():
+        return bool(answer.strip())
+    if len(answer) > MAX_CHARS or len(label) > MAX_CHARS:
+        return False
+    answer, label = clean(answer), clean(label)
+    if not answer or not label:
+        return False
+    return _Comparison(algebra).equal(answer, label)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """Compares texts as `clean` leaves them; `depth` counts how deep inside brackets they stand."""
+
+    algebra: Algebra
+    depth: int = 0
+
+    def equal(self, answer: str, label: str) -> bool:
+        if tight(answer) == tight(label):
+            return True
+        if "\\text" in answer + label and words.plain(answer) == words.plain(label):
+            return True
+        if self.depth > MAX_DEPTH or not answer or not label:
+            return False
+        values = rational(answer), rational(label)
+        if None not in values:
+            return values[0] == values[1]
+        for decide in (
+            self._numbers,
+            self._matrices,
+            self._choices,
+            self._words,
+            self._sets_of_reals,
+            self._assignments,
+            self._lists,
+            self._values,
+        ):
+            verdict = decide(answer, label)
+            if verdict is not None:
+                return verdict
+        return self.algebra(answer, label)
+
+    def _deeper(self) -> _Comparison:
+        return dataclasses.replace(self, depth=self.depth + 1)
+
+    def _numbers(self, answer: str, label: str) -> bool | None:
+        """Numbers with units or a currency."""
+        parts = split_unit(answer), split_unit(label)
+        if any(rational(value) is None for value, _ in parts):
+            return None
+        return self._values(answer, label)
+
+    def _matrices(self, answer: str, label: str) -> bool | None:
+        first, second = structure.matrix(answer), structure.matrix(label)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            return self._vector(first or second, label if first is not None else answer)
+        if [len(row) for row in first] != [len(row) for row in second]:
+            return False
+        inner = self._deeper()
+        pairs = zip(sum(first, []), sum(second, []), strict=True)
+        return all(inner.equal(one, other) for one, other in pairs)
+
+    def _vector(self, rows: list[list[str]], other: str) -> bool | None:
+        """A matrix of one column or one row against a tuple; None where the other is neither."""
+        entries = sum(rows, [])
+        items = structure.bracketed(other)
+        if items is None or items.brackets == "{}" or len(items.items) != len(entries):
+            return None if items is None or len(items.items) == 1 else False
+        if len(rows) > 1 and len(rows[0]) > 1:
+            return False
+        return self._ordered(entries, items.items)
+
+    def _choices(self, answer: str, label: str) -> bool | None:
+        first, second = words.choice(answer), words.choice(label)
+        if first is None or second is None:
+            return None
+        return first == second
+
+    def _words(self, answer: str, label: str) -> bool | None:
+        first, second = words.as_words(answer), words.as_words(label)
+        if first is None and second is None:
+            return None
+        if first is not None and second is not None:
+            if first == second:
+                return True
+            lists = structure.bare_list(answer), structure.bare_list(label)
+            if None not in lists and all(words.as_words(item) for part in lists for item in part.items):
+                return self._unordered(lists[0].items, lists[1].items)
+            with_units = split_unit(answer), split_unit(label)
+            if all(rational(value) is not None for value, _ in with_units):
+                return None
+            return False
+        spoken, other = (first, label) if first is not None else (second, answer)
+        value = words.number_word(spoken)
+        if value is not None:
+            return value == rational(split_unit(other)[0])
+        if spoken == "no solution":
+            return tight(other) in ("\\emptyset", "\\{\\}", "{}")
+        if spoken == "all real numbers":
+            return tight(other) in ("\\mathbb{R}", "(-\\infty,\\infty)", "(-\\infty,+\\infty)", "x\\in\\mathbb{R}")
+        return None
+
+    def _sets_of_reals(self, answer: str, label: str) -> bool | None:
+        if not (intervals.is_set_of_reals(answer) or intervals.is_set_of_reals(label)):
+            return None
+        first, second = intervals.union(answer), intervals.union(label)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            return _is_set_or_relation(answer, label) and self.algebra(answer, label)
+        return intervals.equal(first, second, self._deeper().equal)
+
+    def _assignments(self, answer: str, label: str) -> bool | None:
+        first, second = _assigned(answer), _assigned(label)
+        if first is None and second is None:
+            return None
+        if first is not None and second is not None:
+            if tight(first[0]) != tight(second[0]):
+                return self.algebra(answer, label) if _has_letters(first[1]) or _has_letters(second[1]) else False
+            return self._deeper().equal(first[1], second[1])
+        (_, value), other = (first, label) if first is not None else (second, answer)
+        if structure.relation(other) is not None:
+            return None
+        pair = (value, other) if first is not None else (other, value)
+        return self._deeper().equal(*pair)
+
+    def _lists(self, answer: str, label: str) -> bool | None:
+        first, second = _items(answer), _items(label)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            if first is not None:
+                return len(first.items) == 1 and self._deeper().equal(first.items[0], label)
+            return len(second.items) == 1 and self._deeper().equal(answer, second.items[0])
+        if (len(first.items) == 1) != (len(second.items) == 1):
+            pair = (first.items[0], label) if len(first.items) == 1 else (answer, second.items[0])
+            return self._deeper().equal(*pair)
+        if max(len(first.items), len(second.items)) > MAX_ITEMS:
+            return False
+        kinds = {first.brackets, second.brackets}
+        if kinds <= {"{}"}:
+            return self._unordered(first.items, second.items, repeated=True)
+        if "{}" in kinds:
+            return "" in kinds and self._unordered(first.items, second.items)
+        if kinds == {""}:
+            return self._unordered(first.items, second.items)
+        if len(kinds) == 2 and "" not in kinds and len(first.items) == 2 and kinds != {"()", "<>"}:
+            return False  # a point is no interval, and (0, 1] is not [0, 1)
+        return self._ordered(first.items, second.items)
+
+    def _values(self, answer: str, label: str) -> bool | None:
+        (value, unit), (other, other_unit) = split_unit(answer), split_unit(label)
+        if unit is None and other_unit is None:
+            return None
+        same = self._deeper().equal
+        if unit is not None and other_unit is not None:
+            factor = conversion(unit, other_unit)
+            if factor is None:
+                return False
+            return same(value, other) if factor == 1 else self._scaled(value, factor, other)
+        if unit is not None:
+            return self._one_unit(value, unit, other) or self._as_letters(answer, label)
+        return self._one_unit(other, other_unit, value) or self._as_letters(answer, label)
+
+    def _one_unit(self, value: str, unit: str, bare: str) -> bool:
+        """A value with a unit against one without: the unit may go without saying, or be worked in."""
+        kind, size = measure(unit)
+        if self._deeper().equal(value, bare):
+            return True
+        if kind == "share":
+            return self._scaled(value, Fraction(1, 100), bare)
+        if kind == "angle" and "\\pi" in bare:
+            return self.algebra(f"({value})\\cdot\\frac{{\\pi}}{{180}}", bare)
+        return False
+
+    def _as_letters(self, answer: str, label: str) -> bool:
+        """Letters that look like a unit may be variables: `5 m` and `5m`."""
+        return answer.replace(" ", "") == label.replace(" ", "")
+
+    def _scaled(self, value: str, factor: Fraction, other: str) -> bool:
+        values = rational(value), rational(other)
+        if None not in values:
+            return values[0] * factor == values[1]
+        return self.algebra(f"({value})\\cdot\\frac{{{factor.numerator}}}{{{factor.denominator}}}", other)
+
+    def _ordered(self, first: list[str], second: list[str]) -> bool:
+        inner = self._deeper()
+        return len(first) == len(second) and all(inner.equal(*pair) for pair in zip(first, second, strict=True))
+
+    def _unordered(self, first: list[str], second: list[str], *, repeated: bool = False) -> bool:
+        """Whether the two hold the same values; with `repeated` a value may stand more often on one side."""
+        inner = self._deeper()
+        if not repeated and len(first) != len(second):
+            return False
+        if repeated:
+            return all(any(inner.equal(one, other) for other in second) for one in first) and all(
+                any(inner.equal(one, other) for one in first) for other in second
+            )
+        rest = list(second)
+        for item in first:
+            match = next((other for other in rest if inner.equal(item, other)), None)
+            if match is None:
+                return False
+            rest.remove(match)
+        return True
+
+
+def _assigned(text: str) -> tuple[str, str] | None:
+    """The name and the value of `name = value`, of a chain of equalities its last value; of `name \\in set` the set."""
+    chain = structure.relation(text)
+    if chain is None or not structure.is_name(chain.terms[0]) or structure.bare_list(text) is not None:
+        return None
+    if chain.signs == ["\\in"] or all(sign in ("=", "\\approx", "\\simeq", "\\equiv") for sign in chain.signs):
+        return chain.terms[0], chain.terms[-1]
+    return None
+
+
+def _has_letters(text: str) -> bool:
+    """Whether a value may depend on something: letters other than those of commands."""
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) is not None
+
+
+def _is_set_or_relation(answer: str, label: str) -> bool:
+    """Whether algebra may find two sets of numbers in what is no list of intervals: an intersection, `x^2 < 4`."""
+    return all(
+        structure.relation(text) or structure.bracketed(text) or re.search(r"\\c[au]p|\\setminus", text)
+        for text in (answer, label)
+    )
+
+
+def _items(text: str) -> structure.Items | None:
+    """The values of a list, set or tuple, with both values of every `\\pm`; None where it is a single value."""
+    items = structure.bare_list(text)
+    if items is None:
+        items = structure.bracketed(text) or structure.union_of_sets(text) or structure.point(text)
+        if items is not None and items.brackets == "[]" and len(items.items) == 1:
+            items = structure.Items("()", items.items)
+    if items is None and ("\\pm" in text or "\\mp" in text):
+        items = structure.Items("", [text])
+    if items is None or items.brackets not in ("", "{}"):
+        return items
+    return structure.Items(items.brackets, [value for item in items.items for value in structure.both_signs(item)])

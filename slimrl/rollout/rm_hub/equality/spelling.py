@@ -1,0 +1,159 @@
+"""One spelling for answers that differ only in how they are typed: Unicode, LaTeX layout, delimiters, old commands.
+
+Promises time linear in the text, and that no change of meaning hides in a change of spelling.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "—": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*", "÷": "/", "∕": "/",
+    "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "⩽": "\\le ", "⩾": "\\ge ", "≠": "\\ne ",
+    "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "∖": "\\setminus ", "±": "\\pm ",
+    "∓": "\\mp ", "°": "^\\circ ", "≈": "\\approx ", "√": "\\sqrt ", "∛": "\\sqrt[3] ", "ℝ": "\\mathbb{R}",
+    "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}", "α": "\\alpha ",
+    "β": "\\beta ", "γ": "\\gamma ", "δ": "\\delta ", "θ": "\\theta ", "λ": "\\lambda ", "μ": "\\mu ",
+    "σ": "\\sigma ", "φ": "\\phi ", "ϕ": "\\phi ", "ω": "\\omega ", "⟨": "\\langle ", "⟩": "\\rangle ",
+    "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "∣": "|", "′": "'", "’": "'",
+    "…": "\\ldots ", "‰": "\\permil ",
+}  # fmt: skip
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
+_SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉₊₋"
+_TRANSLATED = str.maketrans(_SYMBOLS)
+_PLAIN_SCRIPT = str.maketrans(_SUPERSCRIPTS + _SUBSCRIPTS, "0123456789+-n" + "0123456789+-")
+_SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPTS}]+")
+_SUBSCRIPT = re.compile(f"[{_SUBSCRIPTS}]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+_LAYOUT = re.compile(
+    r"\\(?:left|right)\s*\.|\\(?:left|right)(?![a-zA-Z])|\\[bB]igg?[lrm]?(?![a-zA-Z])"
+    r"|\\(?:displaystyle|textstyle|limits|nolimits|mathstrut|strut)(?![a-zA-Z])|\\!|\\/"
+)
+_SPACING = re.compile(
+    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|enspace|thinspace|hfill)(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}|\s+"
+)
+_GAP_IN_NUMBER = re.compile(r"(?<=\d)(?:\\,|\\ |~|\{,\}|\{\\,\}|\\!|,\\!|\s)(?=\d{3}(?!\d))")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:(?:\\,|\\ |~|\\;| )\d{3})+(?![\d/])")
+_MARKED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\{\\,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))")
+_SYNONYMS = (
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\(?:leq|leqslant|lt\s*=)(?![a-zA-Z])"), r"\\le "),
+    (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
+    (re.compile(r"\\neq(?![a-zA-Z])|\\not\s*="), r"\\ne "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    (re.compile(r"\\(?:varnothing|empty)(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\(?:lvert|rvert|vert|mid)(?![a-zA-Z])"), "|"),
+    (re.compile(r"\\(?:lbrack)(?![a-zA-Z])"), "["),
+    (re.compile(r"\\(?:rbrack)(?![a-zA-Z])"), "]"),
+    (re.compile(r"\\(?:imath|jmath)(?![a-zA-Z])"), "i"),
+    (re.compile(r"\\(?:bold|mathbf|boldsymbol|bm|mathrm|mathit|mathsf|rm|bf)\s*\{([A-Za-z0-9+\-.,\s]{1,2})\}"), r"\1"),
+    (re.compile(r"\\(?:mathbf|boldsymbol|bm|mathrm|textnormal|textup)\s*\{([\d.,/\s+-]+)\}"), r"\1"),
+    (re.compile(r"\\text\w*\s*\{([\d.,/\s+-]+)\}"), r"\1"),
+    (re.compile(r"\\(?:textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathbf|emph)\s*\{"), r"\\text{"),
+    (re.compile(r"\\[lc]?dots[bcmi]?(?![a-zA-Z])"), r"\\ldots "),
+    (re.compile(r"(?:\{\})?[_^]\{?(\w+)\}?\s*C\s*_\s*\{?(\w+)\}?"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}"), r"\\text{\1/\2}"),
+    (re.compile(r"\\text\{([^{}]*?)\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
+    (re.compile(r"\\R(?![a-zA-Z])"), r"\\mathbb{R}"),
+    (re.compile(r"\\(?:percent)(?![a-zA-Z])"), "%"),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])"), r"^\\circ "),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac\s*([a-zA-Z])\s*([a-zA-Z0-9])(?![a-zA-Z])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([\da-zA-Z])"), r"\\frac\1{\2}"),
+    (re.compile(r"\\frac\s+\{"), r"\\frac{"),
+    (re.compile(r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?|[a-zA-Z])"), r"\\sqrt\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\[[^\[\]]*\])?\s*\(([^()]*)\)"), r"\\sqrt\1{\2}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt\s*(\d+|\{)"), r"\\sqrt \1"),
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<![\\a-zA-Z])(?:infinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
+    (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|arcsin|arccos|arctan)(?=\s*\()"), r"\\\1 "),
+    (re.compile(r"<\s*="), r"\\le "),
+    (re.compile(r">\s*="), r"\\ge "),
+    (re.compile(r"!\s*="), r"\\ne "),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\{\s*\{([^{}]*)\}\s*\\over\s*\{([^{}]*)\}\s*\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\^\{(\w)\}"), r"^\1"),
+    (re.compile(r"_\{(\w)\}"), r"_\1"),
+)  # fmt: skip
+_TIDY = (
+    (re.compile(r"\s*([+\-*/=<>,;()\[\]{}^_|%!])\s*"), r"\1"),
+    (re.compile(r"(\\[a-zA-Z]+)\s+(?=[^a-zA-Z])"), r"\1"),
+)
+_LEAD = re.compile(
+    r"(?:so |thus |therefore |hence )?,?\s*(?:the )?(?:final |correct |exact )?(?:answer|result|solution)(?: is|:|=)"
+    r"\s*:?\s*",
+    re.IGNORECASE,
+)
+
+
+def clean(text: str) -> str:
+    """`text` with one spelling for each symbol and single spaces, still readable as LaTeX.
+
+    Delimiters and boxes around the whole are gone; spaces that LaTeX ignores beside operators too.
+    """
+    text = _unwrapped(_from_unicode(text))
+    text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _MARKED_THOUSANDS.sub("", text)
+    text = _SPACING.sub(" ", _LAYOUT.sub("", text))
+    for pattern, replacement in _SYNONYMS:
+        text = pattern.sub(replacement, text)
+    return _unwrapped(_LEAD.sub("", _unwrapped(text), count=1)) if _LEAD.match(text) else _unwrapped(text)
+
+
+def tight(text: str) -> str:
+    """`text` as `clean` gives it, without the spaces that mean nothing: for comparing spellings."""
+    for pattern, replacement in _TIDY:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def _unwrapped(text: str) -> str:
+    while True:
+        before = text
+        text = text.strip().rstrip(".,;").strip() if not text.rstrip().endswith("...") else text.strip()
+        for opening, closing in _DELIMITERS:
+            inner = text[len(opening) : len(text) - len(closing)]
+            if (
+                len(text) > len(opening) + len(closing)
+                and text.startswith(opening)
+                and text.endswith(closing)
+                and opening not in inner.replace("\\$", "")
+                and not inner.endswith("\\")
+            ):
+                text = inner.strip()
+        box = _BOX.fullmatch(text)
+        if box is not None:
+            text = box[1]
+        if text == before:
+            return text
+
+
+def _from_unicode(text: str) -> str:
+    if text.isascii() and text.isprintable():
+        return text
+    text = _VULGAR.sub(_vulgar_fraction, text)
+    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_PLAIN_SCRIPT) + "}", text)
+    text = _SUBSCRIPT.sub(lambda match: "_{" + match[0].translate(_PLAIN_SCRIPT) + "}", text)
+    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATED)).translate(_TRANSLATED)
+    return "".join(" " if character.isspace() else character for character in text if _is_shown(character))
+
+
+def _is_shown(character: str) -> bool:
+    return character.isspace() or unicodedata.category(character) not in ("Cc", "Cf", "Co", "Cs", "Cn")
+
+
+def _vulgar_fraction(match: re.Match[str]) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
+    return f"\\frac{{{numerator}}}{{{denominator}}}"

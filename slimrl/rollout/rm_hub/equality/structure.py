@@ -1,0 +1,167 @@
+"""The shape of an answer: lists, sets, tuples, matrices, relations; what is inside stays text.
+
+Works on text as `spelling.clean` leaves it; every function is linear in it and returns None where the shape is absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
+_OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil", "\\begin"}
+_CLOSING = {")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil", "\\end"}
+_ENDS = {"(": ")]", "[": ")]", "\\{": "\\}", "\\langle": "\\rangle", "{": "}"}
+_JOINED = re.compile(
+    r"\s*,?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}\s*|\s*,?\s+(and|or)\s+|\s*\\(land|lor|wedge|vee)(?![a-zA-Z])\s*"
+)
+_MATRIX = re.compile(
+    r"(?:\\?[(\[{]\s*)?\\begin\s*\{(p|b|B|small|)(?:matrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{[a-zA-Z]*\}\s*(?:\\?[)\]}])?",
+    re.DOTALL,
+)
+_NESTED_ROWS = re.compile(r"\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]")
+_RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|simeq|equiv|sim)(?![a-zA-Z])|[=<>]")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+NAME = re.compile(
+    r"(?:[mn]?\s*\\(?:angle|triangle)\s*)?\\?[A-Za-z]+(?:\s*\{[A-Za-z\s]*\})?'*(?:_(?:\w|\{[^{}]*\}))?'*"
+    r"(?:\^\{?(?:-1|')\}?)?(?:\([A-Za-z0-9,\s\\]*\))?"
+)
+_NAMES = re.compile(rf"\\?[(\\{{]\s*{NAME.pattern}(?:\s*,\s*{NAME.pattern})+\s*\\?[)}}]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Several values: `brackets` is "()", "[]", "[)", "(]", "{}", "<>", or "" for a bare list."""
+
+    brackets: str
+    items: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """`terms[0] signs[0] terms[1] ...`, for example `0 < x \\le 1`."""
+
+    terms: list[str]
+    signs: list[str]
+
+
+def matrix(text: str) -> list[list[str]] | None:
+    """The entries of a matrix, row by row."""
+    whole = _MATRIX.fullmatch(text)
+    if whole is not None:
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])", whole[2].replace("\\hline", ""))]
+        return [[entry.strip() for entry in row.split("&")] for row in rows if row.strip()]
+    nested = _NESTED_ROWS.fullmatch(text)
+    if nested is not None:
+        return [[entry.strip() for entry in row.split(",")] for row in re.findall(r"\[([^\[\]]*)\]", nested[1])]
+    return None
+
+
+def bracketed(text: str) -> Items | None:
+    """What stands in one pair of brackets that encloses the whole text; one item where there is no comma."""
+    tokens = _TOKEN.findall(text)
+    if len(tokens) < 2 or tokens[0] not in _ENDS or tokens[-1] not in _CLOSING:
+        return None
+    depth = 0
+    for position, token in enumerate(tokens):
+        depth += (token in _OPENING) - (token in _CLOSING)
+        if depth == 0 and position < len(tokens) - 1:
+            return None
+    if depth != 0 or tokens[-1] not in _ENDS[tokens[0]]:
+        return None
+    inner = "".join(tokens[1:-1]).strip()
+    brackets = {"\\{": "{}", "{": "{}", "\\langle": "<>"}.get(tokens[0], tokens[0] + tokens[-1])
+    items = split(inner, ",;") if inner else []
+    if tokens[0] == "{" and len(items) < 2:
+        brackets = "()"  # a LaTeX group, not a set
+    return Items(brackets, items)
+
+
+def bare_list(text: str) -> Items | None:
+    """Values side by side, joined by commas, `and` or `or`."""
+    joined = _JOINED.sub(",", text)
+    if ", " in joined:
+        joined = _THOUSANDS.sub("", joined)
+    items = [item for item in split(joined, ",;") if item]
+    return Items("", items) if len(items) > 1 else None
+
+
+def is_alternative(text: str) -> bool:
+    """Whether the parts of a bare list are joined by `or`."""
+    return any("or" in match.groups() or match[3] in ("lor", "vee") for match in _JOINED.finditer(text))
+
+
+def relation(text: str) -> Relation | None:
+    """A chain of terms with signs between them, at least one."""
+    terms, signs, start = [], [], 0
+    for position, token in _outside(text):
+        if _RELATION.fullmatch(token):
+            terms.append(text[start:position].strip())
+            signs.append(token)
+            start = position + len(token)
+    if not signs:
+        return None
+    return Relation([*terms, text[start:].strip()], signs)
+
+
+def is_name(text: str) -> bool:
+    """Whether the text is what a value is given to: `x`, `f(x)`, `\\angle ABC`, `(x, y)`, a word."""
+    return bool(NAME.fullmatch(text) or _NAMES.fullmatch(text)) or bool(re.fullmatch(r"\\text\s*\{[^{}]*\}", text))
+
+
+def split(text: str, separators: str) -> list[str]:
+    """The parts between separators that stand in no bracket."""
+    parts, start = [], 0
+    for position, token in _outside(text):
+        if token in separators:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    return [*parts, text[start:].strip()]
+
+
+def union_of_sets(text: str) -> Items | None:
+    """The elements of finite sets joined by `\\cup`."""
+    parts = [bracketed(part) for part in split_union(text)]
+    if len(parts) < 2 or any(part is None or part.brackets != "{}" for part in parts):
+        return None
+    return Items("{}", [item for part in parts for item in part.items])
+
+
+def point(text: str) -> Items | None:
+    """The coordinates of a point with a name, `P(3, 4)`."""
+    named = re.fullmatch(r"[A-Z]\s*(\(.*\))", text)
+    items = None if named is None else bracketed(named[1])
+    return items if items is not None and len(items.items) > 1 else None
+
+
+def split_union(text: str) -> list[str]:
+    """The parts between `\\cup` signs that stand in no bracket."""
+    parts, start = [], 0
+    for position, token in _outside(text):
+        if token == "\\cup":
+            parts.append(text[start:position].strip())
+            start = position + len(token)
+    return [*parts, text[start:].strip()]
+
+
+def both_signs(text: str) -> list[str]:
+    """The two values of an answer with `\\pm`; the answer itself where it has none."""
+    if "\\pm" not in text and "\\mp" not in text:
+        return [text]
+    upper = re.sub(r"\\pm(?![a-zA-Z])", "+", re.sub(r"\\mp(?![a-zA-Z])", "-", text))
+    lower = re.sub(r"\\pm(?![a-zA-Z])", "-", re.sub(r"\\mp(?![a-zA-Z])", "+", text))
+    return [upper, lower]
+
+
+def _outside(text: str) -> list[tuple[int, str]]:
+    """Tokens that stand in no bracket, with their places."""
+    found, depth, position = [], 0, 0
+    for token in _TOKEN.findall(text):
+        if token in _CLOSING:
+            depth = max(0, depth - 1)
+        elif token in _OPENING:
+            depth += 1
+        elif depth == 0:
+            found.append((position, token))
+        position += len(token)
+    return found

@@ -1,0 +1,152 @@
+"""Units behind (or a currency before) an answer: split off, and brought to one measure where both are known.
+
+The table holds what short answers use; a unit that is not in it is compared as a word.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_LENGTHS = {
+    "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100", "dm decimeter decimetre": "1/10",
+    "m meter metre": "1", "km kilometer kilometre": "1000", "in inch inche": "127/5000", "ft foot feet": "381/1250",
+    "yd yard": "1143/1250", "mi mile": "201168/125", "nm nanometer nanometre": "1/1000000000",
+    "um micrometer micrometre": "1/1000000",
+}  # fmt: skip
+_TIMES = {
+    "ms millisecond": "1/1000", "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400",
+    "wk week": "604800", "month": None, "yr year": None,
+}  # fmt: skip
+_MASSES = {
+    "mg milligram": "1/1000000", "g gram": "1/1000", "kg kilogram": "1", "t ton tonne": "1000",
+    "lb pound": "45359237/100000000", "oz ounce": "45359237/1600000000",
+}  # fmt: skip
+_OTHERS = {
+    "angle": {"deg degree \\circ": "1", "rad radian": None},
+    "money": {"$ dollar usd": "1", "cent \\cent ¢": "1/100", "€ euro eur": None, "£ gbp": None, "rupee": None},
+    "share": {"%": "1", "percent": "1", "percentage": "1"},
+    "litre": {"ml milliliter millilitre": "1/1000", "l liter litre": "1", "gallon gal": None},
+    "energy": {"j joule": "1", "kj kilojoule": "1000"},
+    "power": {"w watt": "1", "kw kilowatt": "1000"},
+    "force": {"n newton": "1"},
+    "tension": {"v volt": "1"},
+    "current": {"a amp ampere": "1", "ma": "1/1000"},
+    "frequency": {"hz hertz": "1", "khz": "1000"},
+    "pressure": {"pa pascal": "1", "kpa": "1000"},
+    "heat": {"k kelvin": "1"},
+    "amount": {"mol mole": "1"},
+    "speed": {"mph": "1", "mi/h": "1", "kph kmh kmph": "25146/15625"},
+}
+# Single letters and words that are more often a variable, a name or a list are units only where the text says so.
+_NEEDS_SPACE = re.compile(r"[a-z]{1,2}")
+
+_WORD = r"[A-Za-z%$€£¢\\][A-Za-z.]*"
+_TEXT_UNIT = re.compile(r"\\text\{\s*([^{}\\]*?)\s*\}")
+_POWER = r"(?:\^\{?-?\d\}?)?"
+_TAIL = re.compile(rf"\s*((?:\\text\{{[^{{}}]*\}}{_POWER}[\s/]*)+)$")
+_PLAIN_TAIL = re.compile(rf"(?<=[\d)}}\s])\s*((?:[A-Za-z]+{_POWER})(?:(?:\s+|\s*/\s*)(?:[A-Za-z]+{_POWER}))*)$")
+_SYMBOL_TAIL = re.compile(r"\s*(%|\^\\circ\s*[CF]?|\\cent|[€£¢$])$")
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_MODULUS = re.compile(r"\s*(\\pmod\s*(?:\{[^{}]*\}|\w+)|\(\s*(?:mod|\\bmod)\s+\w+\s*\))$")
+_CURRENCY_HEAD = re.compile(r"([+-]?)\s*(?:\\\$|\$|€|£|USD\s|US\\?\$)\s*(?=[\d.\\])")
+_SQUARE = re.compile(r"^(?:square|sq\.?)\s+(\w+)|(\w+)\s+squared$")
+_CUBIC = re.compile(r"^(?:cubic|cu\.?)\s+(\w+)|(\w+)\s+cubed$")
+
+Measure = tuple[str, Fraction | None]  # kind, and size in the kind's base unit; a kind without sizes is a name
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    """The value and the unit as written (None: there is none) of an answer as `clean` leaves it."""
+    head = _CURRENCY_HEAD.match(text)
+    if head is not None:
+        return head[1] + text[head.end() :], "$"
+    for pattern in (_SYMBOL_TAIL, _TAIL, _MODULUS):
+        tail = pattern.search(text)
+        if tail is not None and tail.start() > 0:
+            value, unit = text[: tail.start()].rstrip(" \\,"), _TEXT_UNIT.sub(r" \1", tail[1]).strip()
+            if not value or not unit or (unit.startswith("^") and _FUNCTION.search(value)):
+                return text, None
+            return value, unit
+    tail = _PLAIN_TAIL.search(text)
+    if tail is not None and _is_plain_unit(text, tail):
+        return text[: tail.start()].rstrip(), tail[1]
+    return text, None
+
+
+def conversion(first: str, second: str) -> Fraction | None:
+    """How many of `second` one `first` is; None where they measure different things or are different words."""
+    one, other = measure(first), measure(second)
+    if one[0] != other[0]:
+        return None
+    if one[1] is None or other[1] is None:
+        return Fraction(1) if one == other else None
+    return one[1] / other[1]
+
+
+def measure(unit: str) -> Measure:
+    """What a unit measures and how much of it it is."""
+    text = re.sub(r"\s+", " ", unit.replace("^\\circ", "\\circ")).strip(" .").replace("per ", "/")
+    text = re.sub(r"\s*/\s*", "/", text)
+    if text in _TABLE:
+        return _TABLE[text]
+    parts = text.split("/")
+    sizes = [_simple(part.strip()) for part in parts]
+    if len(parts) == 1:
+        return sizes[0]
+    kind = "/".join(kind for kind, _ in sizes)
+    size = sizes[0][1]
+    for _, divisor in sizes[1:]:
+        size = None if size is None or divisor is None else size / divisor
+    return (kind, size) if size is not None else (f"{kind}:{text.casefold()}", None)
+
+
+def _simple(text: str) -> Measure:
+    power = 1
+    for pattern, exponent in ((_SQUARE, 2), (_CUBIC, 3)):
+        match = pattern.search(text)
+        if match is not None:
+            text, power = match[1] or match[2], exponent
+    raised = re.fullmatch(r"(.*?)\s*\^\{?(-?\d)\}?", text)
+    if raised is not None:
+        text, power = raised[1], int(raised[2])
+    kind, size = _TABLE.get(text) or _TABLE.get(_singular(text)) or (_singular(text), None)
+    if power == 1:
+        return kind, size
+    return f"{kind}^{power}", None if size is None else size**power
+
+
+def _singular(word: str) -> str:
+    word = word.casefold().strip(" .")
+    return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def _is_plain_unit(text: str, tail: re.Match[str]) -> bool:
+    """Whether letters behind a number, not marked as text, are a unit: known ones, or two words and more."""
+    words = re.sub(_POWER, "", tail[1]).replace("/", " ").split()
+    before = text[: tail.start()].rstrip()
+    if not before or not (before[-1].isdigit() or before[-1] in ")}") or "\\" in tail[1]:
+        return False
+    known = all(word in _TABLE or _singular(word) in _TABLE or word.casefold() in _JOINING for word in words)
+    spaced = text[tail.start() : tail.start(1)] != "" or text[tail.start() - 1] == " "
+    if known:
+        return spaced or all(len(word) > 1 for word in words)
+    return spaced and all(len(word) > 2 for word in words)
+
+
+def _table() -> dict[str, Measure]:
+    groups = {"length": _LENGTHS, "time": _TIMES, "mass": _MASSES, **_OTHERS}
+    table: dict[str, Measure] = {}
+    for kind, units in groups.items():
+        for names, size in units.items():
+            first = names.split()[0]
+            for name in names.split():
+                table[name] = (kind, Fraction(size)) if size is not None else (f"{kind}:{first}", None)
+    table["kph"] = table["kmh"] = table["kmph"] = ("length/time", Fraction(1000, 3600))
+    table["mph"] = ("length/time", Fraction("201168/125") / 3600)
+    table["rpm"] = ("rpm", None)
+    return {**table, **{name.upper(): table[name] for name in ("l", "j", "w", "n", "v", "a", "k", "pa", "hz", "kg")}}
+
+
+_TABLE = _table()
+_JOINING = {"per", "square", "sq", "cubic", "cu", "squared", "cubed", "of"}

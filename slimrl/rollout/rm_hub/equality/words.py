@@ -1,0 +1,77 @@
+"""Answers in words: choices, names, yes and no, number words, and sentences for "there is none"."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_MATH = re.compile(r"[\\^_=<>+*/{}|]")
+_SEPARATORS = re.compile(r"[\s,.;:!?'\"()\[\]`-]+")
+_NO_WORDS = {"and", "sin", "cos", "tan", "log", "cot", "sec", "csc", "gcd", "lcm", "max", "min", "mod"}
+_ARTICLES = {"a", "an", "the"}
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(([A-Za-z])\)|([A-Z])(?=[.):]))[.):]*(?:\s*\S.*)?")
+_NAMED_CHOICE = re.compile(r"(?:option|choice)\s+([A-Za-z])", re.IGNORECASE)
+_PLAIN_CHOICE = re.compile(r"[A-Ja-j]")
+_SAME = {
+    "dne": "does not exist", "no solutions": "no solution", "no real solutions": "no solution",
+    "no real solution": "no solution", "there is no solution": "no solution", "there are no solutions": "no solution",
+    "none exist": "none", "none exists": "none", "it does not exist": "does not exist",
+    "doesn t exist": "does not exist", "impossible": "impossible", "not possible": "impossible",
+    "infinite": "infinitely many", "infinite number": "infinitely many", "not defined": "undefined",
+    "cannot be determined": "not enough information", "can not be determined": "not enough information",
+    "all reals": "all real numbers", "empty set": "no solution",
+}  # fmt: skip
+_ONES = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+def as_words(text: str) -> str | None:
+    """The words of an answer that is words: case, articles and punctuation do not matter. None where it is not words.
+
+    `text` as `clean` leaves it.
+    """
+    marked = "\\text" in text
+    plain = _TEXT.sub(r" \1 ", text)
+    if _MATH.search(plain):
+        return None
+    words = [word for word in _SEPARATORS.split(plain.casefold()) if word]
+    if len(words) > 1:
+        words = [word for word in words if word not in _ARTICLES] or words
+    if not any(_is_word(word) for word in words) and not (marked and words):
+        return None
+    joined = " ".join(words)
+    return _SAME.get(joined, joined)
+
+
+def _is_word(word: str) -> bool:
+    return (len(word) > 2 and word.isalpha() and word not in _NO_WORDS) or word in ("am", "pm")
+
+
+def plain(text: str) -> str:
+    """The text without marks for words, spaces and case."""
+    return "".join(_TEXT.sub(r"\1", text).split()).casefold()
+
+
+def choice(text: str) -> str | None:
+    """The letter of a multiple-choice answer such as `B`, `(B)`, `B.` or `(B) 5`."""
+    shown = _TEXT.sub(r"\1", text).strip()
+    if _PLAIN_CHOICE.fullmatch(shown):
+        return shown.upper()
+    match = _NAMED_CHOICE.fullmatch(shown) or _CHOICE.fullmatch(shown)
+    return None if match is None else next(letter for letter in match.groups() if letter).upper()
+
+
+def number_word(words: str) -> Fraction | None:
+    """The number that a word up to ninety-nine names."""
+    parts = words.split()
+    if len(parts) == 1 and parts[0] in _ONES:
+        return Fraction(_ONES.index(parts[0]))
+    if parts and parts[0] in _TENS and len(parts) <= 2:
+        ones = _ONES.index(parts[1]) if len(parts) == 2 and parts[1] in _ONES[1:10] else None
+        if len(parts) == 1 or ones is not None:
+            return Fraction(10 * (_TENS.index(parts[0]) + 2) + (ones or 0))
+    return None

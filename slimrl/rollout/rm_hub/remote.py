@@ -1,0 +1,133 @@
+"""Rewards from a service over HTTP (`--rm-type remote_rm --rm-url ...`).
+
+Promises that a request which the service refuses is never repeated, that every wait is bounded, and that what goes
+wrong is an error that names the service, never a reward of 0. Owned by the reward scorer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+
+from slimrl.data.sample import Sample
+
+ATTEMPTS = 5
+TIME_LIMIT_S = 120.0
+FIRST_PAUSE_S = 0.5
+MAX_CONNECTIONS = 128
+MAX_REPLY_BYTES = 1 << 20
+_TOO_MANY_REQUESTS = 429
+
+
+class RemoteRewardError(RuntimeError):
+    """The reward service gave no reward; the message names its address and the cause."""
+
+
+class RemoteRefused(RemoteRewardError):
+    """The service answered 4xx: the request itself is wrong, so it was sent once."""
+
+
+class RemoteUnreachable(RemoteRewardError):
+    """The service failed, was too slow or could not be reached, every time it was asked."""
+
+
+class RemoteReward:
+    """Posts `{"prompt", "response", "label"}` to one address and takes the JSON reply as the reward."""
+
+    def __init__(self, url: str, *, time_limit_s: float = TIME_LIMIT_S, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._url = url
+        self._timeout = aiohttp.ClientTimeout(total=time_limit_s)
+        self._time_limit_s = time_limit_s
+        self._first_pause_s = first_pause_s
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def reward(self, sample: Sample, response: str | None = None) -> float | dict[str, Any]:
+        """The reward of a sample, `response` standing in for its response where given.
+
+        Raises RemoteRefused on a 4xx, RemoteUnreachable when all attempts failed, RemoteRewardError on a reply that is
+        neither a number nor a JSON object.
+        """
+        body = orjson.dumps(
+            {
+                "prompt": sample.prompt,
+                "response": sample.response if response is None else response,
+                "label": sample.label,
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+        cause = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(self._first_pause_s * 2 ** (attempt - 1))
+            try:
+                return self._parsed(await self._post(body))
+            except (
+                aiohttp.ClientConnectionError,
+                aiohttp.ServerDisconnectedError,
+                aiohttp.ClientPayloadError,
+            ) as error:
+                cause = f"{type(error).__name__}: {error}"
+            except TimeoutError:
+                cause = f"no reply within {self._time_limit_s:g} s"
+            except _Busy as error:
+                cause = str(error)
+        raise RemoteUnreachable(
+            f"--rm-url {self._url} gave no reward in {ATTEMPTS} attempts, the last time: {cause}; check the service"
+        )
+
+    def close(self) -> None:
+        """Ends the connections: at once, or where their loop runs as soon as it comes to it."""
+        session, loop, self._session = self._session, self._loop, None
+        if session is None or loop is None or loop.is_closed():
+            return
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(session.close(), loop)
+        else:
+            loop.run_until_complete(session.close())
+
+    async def _post(self, body: bytes) -> bytes:
+        async with self._open_session().post(
+            self._url, data=body, headers={"Content-Type": "application/json"}, timeout=self._timeout
+        ) as reply:
+            content = bytearray()
+            async for chunk in reply.content.iter_chunked(1 << 16):
+                content += chunk
+                if len(content) > MAX_REPLY_BYTES:
+                    raise RemoteRewardError(
+                        f"--rm-url {self._url} answered more than {MAX_REPLY_BYTES} bytes: send the reward alone"
+                    )
+            shown = content[:300].decode(errors="replace")
+            if reply.status == _TOO_MANY_REQUESTS or reply.status >= 500:
+                raise _Busy(f"HTTP {reply.status}: {shown}")
+            if reply.status != 200:
+                raise RemoteRefused(f"--rm-url {self._url} answered HTTP {reply.status}: {shown}; mend the request")
+        return bytes(content)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            # no proxy from the environment: reward services are local
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), trust_env=False, auto_decompress=True
+            )
+            self._loop = loop
+        return self._session
+
+    def _parsed(self, content: bytes) -> float | dict[str, Any]:
+        try:
+            reward = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise RemoteRewardError(f"--rm-url {self._url} answered {content[:300]!r}, which is not JSON") from error
+        if isinstance(reward, dict):
+            return reward
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise RemoteRewardError(f"--rm-url {self._url} answered {reward!r}: it must be a number or an object")
+        return float(reward)
+
+
+class _Busy(Exception):
+    """The service may answer later: 5xx or 429."""
