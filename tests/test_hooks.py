@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +172,30 @@ def test_a_keyword_is_passed_only_to_functions_that_take_it():
 
     assert [hooks.accepts_keyword(f, "evaluation") for f in (plain, named, anything)] == [False, True, True]
     assert hooks.accepts_keyword(functools.partial(named, 1), "evaluation")
+
+
+def test_a_function_may_need_what_its_contract_offers():
+    def needs(args, sample, *, rollout_id): ...
+
+    assert hooks.accepted(needs, hooks.SampleHook, rollout_id=3, evaluation=True) == {"rollout_id": 3}
+
+
+PAGE = Path(hooks.__file__).parents[1] / "docs/hooks.md"
+CONTRACTS = [value for value in vars(hooks).values() if hooks.Hook in getattr(value, "__mro__", ())[1:]]
+
+
+ROWS = {row[1].strip(): row for row in (line.split("|") for line in PAGE.read_text().splitlines()) if len(row) == 7}
+
+
+def rows_of(contract):
+    """Those of the flags that the contract's docstring begins with."""
+    return [ROWS[flag.strip()] for flag in contract.__doc__.split(":")[0].split(",")]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.__name__)
+def test_the_page_has_every_flag_with_its_call_and_examples_that_keep_it(contract):
+    call = hooks.expectation(contract).removeprefix("expected is ").removeprefix("async or ordinary ")
+    for row in rows_of(contract):
+        assert f"`{call}`" in row[2]
+        for path in re.findall(r"`([a-z_.]+)`", row[5]):
+            hooks.resolve(path, contract)
