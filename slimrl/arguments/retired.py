@@ -22,6 +22,7 @@ RETIRED_FLAGS: dict[str, str] = {
     "--train-iters": "use --num-rollout or --num-epoch",
     "--train-samples": "use --num-rollout or --num-epoch",
     "--use-slime-router": "slimrl starts SGLang's own router; leave it out",
+    "--trust-remote-code": "use --sglang-trust-remote-code, which holds for the tokenizer too",
     "--tokenizer-type": "the tokenizer is that of --hf-checkpoint; leave it out",
     "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; leave it out",
     "--use-mcore-models": "every model is megatron-core's; leave it out",

@@ -56,11 +56,11 @@ class EvaluationReport:
         return self.scalars
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of an HF checkpoint folder; never runs code from it."""
+def load_tokenizer(path: str, *, trust_code: bool) -> Any:
+    """The tokenizer of an HF checkpoint folder; runs code from it only with `trust_code`."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_code)
 
 
 @ray.remote(num_cpus=0)
@@ -75,7 +75,9 @@ class RolloutManager:
         self._fleet: Fleet | None = None
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
-        self._tokenizer = load_tokenizer(args.hf_checkpoint)
+        self._tokenizer = load_tokenizer(
+            args.hf_checkpoint, trust_code=bool(args.sglang_options.get("trust_remote_code"))
+        )
         self._data_source = open_data_source(args, self._tokenizer)
 
     async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:

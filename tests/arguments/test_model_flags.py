@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from slimrl.arguments import read_args
+from slimrl.arguments import PassthroughFlag, read_args
 
 
 def sentences(line: list[str]) -> list[str]:
@@ -191,3 +193,15 @@ def test_servers_are_not_started_from_quantised_weights_which_a_push_would_spoil
     assert sentence.startswith("--hf-checkpoint holds weights quantised as 'fp8' and its servers would take trained")
     assert sentence not in sentences(recipe.line("--debug-train-only --load-debug-rollout-data {dir}/dump.pt"))
     assert read_args(recipe.model_line(), entry="convert_hf_to_torch_dist.py")[1] == []
+
+
+def test_a_tokenizer_that_is_code_runs_only_where_the_user_says_so(recipe):
+    path = recipe.dir / "hf/tokenizer_config.json"
+    path.write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}))
+    tables = {"sglang": lambda: {"trust-remote-code": PassthroughFlag("trust_remote_code", action="store_true")}}
+    _, problems = read_args(recipe.line(), passthrough=tables)
+    assert [str(problem) for problem in problems] == [
+        f"--hf-checkpoint {recipe.dir}/hf brings its tokenizer along as Python code: read it, and add"
+        " --sglang-trust-remote-code to have it run."
+    ]
+    assert read_args(recipe.line("--sglang-trust-remote-code"), passthrough=tables)[1] == []

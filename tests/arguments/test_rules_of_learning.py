@@ -206,6 +206,7 @@ TESTED_APART = {
     "evaluation_sets_are_judged",
     "shape_is_possible",
     "model_agrees_with_hf_config",
+    "code_of_the_model_is_trusted",
 }
 
 HOOKS = """

@@ -87,6 +87,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     batches.over_sampling_reaches_the_batch,
     batches.cut_off_groups_have_one_fate,
     model.kernels_are_installed,
+    model.code_of_the_model_is_trusted,
     algorithm.kl_is_counted_once,
     algorithm.groups_can_be_compared,
     algorithm.reward_is_given,

@@ -85,3 +85,21 @@ def model_agrees_with_hf_config(args: Arguments, context: Context) -> Iterator[P
     for problem in disagreements(args, config):
         if problem.flag.removeprefix("--").replace("-", "_") not in context.broken:
             yield problem
+
+
+def code_of_the_model_is_trusted(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A tokenizer that is Python code of the model's folder runs only where the user says so."""
+    if args.hf_checkpoint is None or args.sglang_options.get("trust_remote_code"):
+        return
+    path = Path(args.hf_checkpoint) / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # whoever opens the tokenizer says what is wrong
+    auto_map = config.get("auto_map") if isinstance(config, dict) else None
+    if isinstance(auto_map, dict) and "AutoTokenizer" in auto_map:
+        yield Problem(
+            "--sglang-trust-remote-code",
+            f"--hf-checkpoint {args.hf_checkpoint} brings its tokenizer along as Python code: read it, and add"
+            " --sglang-trust-remote-code to have it run.",
+        )
