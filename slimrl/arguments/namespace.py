@@ -38,36 +38,6 @@ from slimrl.arguments.groups.train_batch import TrainBatchArguments
 from slimrl.arguments.groups.wandb import WandbArguments
 from slimrl.arguments.groups.weight_update import WeightUpdateArguments
 
-GROUPS: tuple[type, ...] = (
-    ClusterArguments,
-    ModelArguments,
-    PositionArguments,
-    AttentionArguments,
-    MoeArguments,
-    MultiTokenArguments,
-    PrecisionArguments,
-    ParallelArguments,
-    GradientArguments,
-    OffloadArguments,
-    KernelArguments,
-    CheckpointArguments,
-    DataArguments,
-    RolloutArguments,
-    RewardArguments,
-    EvalArguments,
-    TrainBatchArguments,
-    AlgorithmArguments,
-    DistillationArguments,
-    OptimizerArguments,
-    WeightUpdateArguments,
-    EngineArguments,
-    LoggingArguments,
-    WandbArguments,
-    DebugArguments,
-    ProfilingArguments,
-    OtherModelArguments,
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class EvalDataset:
@@ -150,6 +120,10 @@ class Arguments(
     def run_path(self) -> Path:
         """`run_dir` as a Path."""
         return Path(self.run_dir)
+
+
+# in the order of docs/flags.md
+GROUPS: tuple[type, ...] = tuple(group for group in Arguments.__bases__ if group is not DerivedArguments)
 
 
 def all_flag_specs() -> list[FlagSpec]:
