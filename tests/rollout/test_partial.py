@@ -66,10 +66,13 @@ class Recorder(ScriptedEngine):
     def __init__(self):
         super().__init__()
         self.asked = []
+        self.generated = 0
 
     async def generate(self, input_ids, sampling_params, session_id=None):
         self.asked.append((list(input_ids), sampling_params["max_new_tokens"], sampling_params["sampling_seed"]))
-        return await super().generate(input_ids, sampling_params, session_id)
+        answer = await super().generate(input_ids, sampling_params, session_id)
+        self.generated += len(answer.token_ids)
+        return answer
 
 
 def roll(make_args, tokenizer, hooks, rollouts, **changes):
@@ -99,7 +102,7 @@ def roll(make_args, tokenizer, hooks, rollouts, **changes):
 
 
 def test_a_continued_request_has_the_tokens_so_far_and_what_is_left_of_the_budget(make_args, tokenizer, hooks):
-    outputs, engine, _, args = roll(make_args, tokenizer, hooks, 6)
+    outputs, engine, source, _ = roll(make_args, tokenizer, hooks, 6)
     lengths = {tuple(tokenizer(f"{i}+{i}=", add_special_tokens=False)["input_ids"]): i for i in range(12)}
     continued = 0
     for ids, budget, seed in engine.asked:
@@ -116,6 +119,9 @@ def test_a_continued_request_has_the_tokens_so_far_and_what_is_left_of_the_budge
         assert output.metrics["rollout/partial/continued"] == len(older)
         assert all(int(sample.weight_versions[0]) == sample.metadata["start_rollout_id"] for sample in older)
     assert {sampling_seed(42, index) for index in range(8)} <= {seed for _, _, seed in engine.asked}
+    trained = [sample.response_length for output in outputs for group in output.groups for sample in group]
+    waiting = [sample["response_length"] for group in source.state_dict()["returned"] for sample in group]
+    assert engine.generated == sum(trained) + sum(waiting)  # no token was drawn in vain
 
 
 def test_a_slow_reward_does_not_hold_up_a_full_rollout_and_hooks_see_a_sample_once(make_args, tokenizer, hooks):
