@@ -36,6 +36,7 @@ def count(args, sample, *, rollout_id=None, evaluation=False):
 async def two_turns(args, sample, sampling_params, engine=None, tokenizer=None):
     while sample.response_length < 60:
         answer = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": 20})
+        await asyncio.sleep(0.002)  # a tool
         sample.tokens = sample.tokens + answer.token_ids
         sample.response_length += len(answer.token_ids)
         sample.loss_mask = (sample.loss_mask or []) + [1] * len(answer.token_ids)
@@ -162,6 +163,8 @@ def test_a_function_of_the_users_is_continued_where_it_stopped(make_args, tokeni
     for sample in samples:
         versions = [int(-log_prob) for log_prob in sample.rollout_log_probs]
         assert versions == sorted(versions) and 60 <= sample.response_length < 80
+    waiting = [sample["response_length"] for group in source.state_dict()["returned"] for sample in group]
+    assert engine.generated == sum(sample.response_length for sample in samples) + sum(waiting)
     numbers = [sample.group_index for sample in samples] + [group[0].group_index for group in source.get_samples(4)]
     assert len(set(numbers)) == len(numbers)
 
