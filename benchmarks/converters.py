@@ -8,9 +8,9 @@ bytes, checks that every tensor came back bit for bit, and prints medians. Each 
 
 What is measured: the conversion from its first look at the files to the renamed folder, without the start of Python and
 its imports; `cp` as a process. Neither waits for the disk.
-Memory is sampled every millisecond from /proc/self/status, above what the process had before the conversion: RssAnon
-is memory that only this process can give back, RssFile are pages of mapped files, which the kernel drops when it needs
-room, VmRSS is all of it.
+Memory is sampled every two milliseconds from /proc/<pid>/status, above what the process had before: RssAnon is memory
+that only the process itself can give back, RssFile are pages of mapped files, which the kernel drops when it needs it,
+VmRSS is all of it.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def make_checkpoint(folder: Path) -> None:
 
 
 class Watch:
-    """Samples this process' memory in a thread; `peaks` are bytes above those at the start."""
+    """Samples the memory of a process in a thread of this one; `peaks` are bytes above those at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
+        self._status = Path(f"/proc/{pid}/status")
         self._first = self._now()
         self._highest = dict(self._first)
         self._stop = threading.Event()
@@ -107,14 +108,12 @@ class Watch:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(0.001):
+        while not self._stop.wait(0.002):
             for name, value in self._now().items():
                 self._highest[name] = max(self._highest[name], value)
 
-    @staticmethod
-    def _now() -> dict[str, int]:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
+    def _now(self) -> dict[str, int]:
+        fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
         return {name: int(fields[name].split()[0]) * 1024 for name in MEMORY}
 
     def peaks(self) -> dict[str, int]:
@@ -133,7 +132,7 @@ def load_tool(name: str):
 
 
 def one_run(direction: str, folder: Path) -> None:
-    """Converts once in this process and prints seconds and memory as JSON."""
+    """Converts once in this process: waits for a line when all is imported, and for another when all is done."""
     import torch
 
     from slimrl.weights.team import Team
@@ -158,21 +157,30 @@ def one_run(direction: str, folder: Path) -> None:
         def work() -> object:
             return tool.convert(parsed, Team())
 
-    watch = Watch()
+    print("ready", flush=True)
+    sys.stdin.readline()
     begin = time.perf_counter()
     work()
-    seconds = time.perf_counter() - begin
-    print(json.dumps({"seconds": seconds, **watch.peaks()}))
+    print(time.perf_counter() - begin, flush=True)
+    sys.stdin.readline()
 
 
 def measured(direction: str, folder: Path) -> dict[str, float]:
     """One conversion in a fresh process."""
     command = [sys.executable, "-W", "ignore", __file__, "--direction", direction, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        if process.stdout.readline().strip() != "ready":
+            sys.exit("the conversion did not start")
+        watch = Watch(process.pid)
+        print(file=process.stdin, flush=True)
+        seconds = process.stdout.readline()
+        peaks = watch.peaks()
+        print(file=process.stdin, flush=True)
     os.sync()
-    if done.returncode:
-        sys.exit(f"the conversion failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        sys.exit("the conversion failed")
+    return {"seconds": float(seconds), **peaks}
 
 
 def copied(source: Path, target: Path) -> float:

@@ -33,11 +33,11 @@ from slimrl.weights.names import check_hf_names, listed, redundant_head
 from slimrl.weights.new_folder import NewFolder, check_apart, partial_path
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.team import Team
-from slimrl.weights.torch_dist import StoredTensor, TorchDistCheckpoint
+from slimrl.weights.torch_dist import Scratch, StoredTensor, TorchDistCheckpoint
 
 # what the original folder may hold besides the files a loader of the result wants
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_WORKERS = 3  # threads of one process; each holds one part of one weight at a time
+_WORKERS = 2  # threads of one process; each holds one part of one weight at a time
 _ROWS_BYTES = 8 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
 
 
@@ -210,12 +210,13 @@ class _Conversion:
             lock = threading.Lock()
 
             def work() -> None:
+                scratch = Scratch()
                 while not self._stopped.is_set():
                     with lock:
                         part = next(parts, None)
                     if part is None:
                         return
-                    self._carry(*part, writer)
+                    self._carry(*part, writer, scratch)
 
             with ThreadPoolExecutor(_WORKERS) as pool:
                 threads = [pool.submit(work) for _ in range(_WORKERS)]
@@ -237,15 +238,15 @@ class _Conversion:
         for begin in range(0, vocab, step):
             yield job, slice(begin, min(begin + step, vocab))
 
-    def _carry(self, job: _Job, rows: slice | None, writer: ShardWriter) -> None:
+    def _carry(self, job: _Job, rows: slice | None, writer: ShardWriter, scratch: Scratch) -> None:
         if job.stored is None or job.row is None:
             tensors = [self._origin.tensor(spec.name) for spec in job.specs]
         elif rows is not None:
             # the padding lies behind these rows, which are the same on both sides
-            tensors = [self._checkpoint.read(job.stored, rows)] * len(job.specs)
+            tensors = [self._checkpoint.read(job.stored, rows, scratch.empty)] * len(job.specs)
         else:
             # a checkpoint holds what one tensor-parallel rank of one would have
-            tensors = from_shards(job.row, [self._checkpoint.read(job.stored)], self._shape)
+            tensors = from_shards(job.row, [self._checkpoint.read(job.stored, None, scratch.empty)], self._shape)
         for spec, tensor in zip(job.specs, tensors, strict=True):
             if spec.name in writer:
                 self._on_written(writer.write(spec.name, tensor, first_row=rows.start if rows is not None else 0))

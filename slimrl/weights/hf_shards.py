@@ -122,6 +122,8 @@ class ShardWriter:
         self._missing = {shard.file: sum(spec.nbytes for spec in shard.specs) for shard in shards}
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
+        # the kernel lets one thread at a time write to a file, and has the others spin: better that they sleep here
+        self._file_locks = {shard.file: threading.Lock() for shard in shards}
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -149,7 +151,8 @@ class ShardWriter:
         descriptor = self._open(shard)
         written = 0
         for run in _runs(tensor, spec.dtype):
-            written += _write_all(descriptor, run, position + written)
+            with self._file_locks[shard.file]:
+                written += _write_all(descriptor, run, position + written)
         self._account(shard, written)
         return written
 

@@ -14,6 +14,7 @@ import os
 import re
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +44,20 @@ class StoredTensor:
     place: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Scratch:
+    """Memory of one thread for one tensor after another; the next one overwrites the one before."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """A tensor of any content, valid until the next call."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._bytes):
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +122,12 @@ class TorchDistCheckpoint:
                 return StoredTensor(key, place, tuple(entry.size[len(place) :]), entry.properties.dtype)
         return None
 
-    def read(self, stored: StoredTensor, rows: slice | None = None) -> Tensor:
+    def read(
+        self, stored: StoredTensor, rows: slice | None = None, empty: Callable[..., Tensor] = torch.empty
+    ) -> Tensor:
         """The tensor's values in the dtype they are stored in, or only those of some rows (`slice(begin, end)`).
 
+        `empty(shape, dtype=...)` makes the tensor that is filled; that of a `Scratch` saves making memory anew.
         Raises ValueError where the files do not hold what the metadata says.
         """
         shape = list(stored.shape)
@@ -118,7 +136,7 @@ class TorchDistCheckpoint:
             first, end, _ = rows.indices(shape[0])
             shape[0] = end - first
         entry = self._tensors[stored.key]
-        target = torch.empty(shape, dtype=entry.properties.dtype)
+        target = empty(shape, dtype=entry.properties.dtype)
         begin = (*stored.place, first, *(0 for _ in shape[1:])) if shape else stored.place
         wanted = target[(None,) * len(stored.place)]
         chunks = self._chunks(stored)

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 
 from slimrl.weights.hf_shards import WRITE_BYTES
 
 MAX_FILE_BYTES = 5 * 1024**3
-WRITERS = 3  # threads of one process; each writes its own files and holds one weight at a time
+WRITERS = 2  # threads of one process; each writes its own files and holds one weight at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +243,11 @@ class _StreamWriter(FileSystemWriter):
 
     def _write_files(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
         """One thread's work: weights off the queue into a file after another, until none is left."""
+        # torch.load never looks at the archive's checksums, and making them takes as long as the copying
+        with serialization_config.patch("save.compute_crc32", False):
+            return self._write_until_empty(queue, names)
+
+    def _write_until_empty(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
         results: list[WriteResult] = []
         while (weight := queue.next()) is not None:
             with _NewFile(path := names.next()) as stream:
