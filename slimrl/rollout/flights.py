@@ -21,9 +21,9 @@ from slimrl.rollout.tasks import cancel_and_wait, gather_or_cancel
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """One group on its way; `drawn` is the group as the data source gave it, `made` what became of each sample.
+    """One group on its way; `made` is what became of each sample, `drawn` the group as the data source gave it.
 
-    `generated` is set when no sample waits for an engine any more.
+    `drawn` is empty where no group is ever generated anew. `generated` is set when no sample waits for an engine.
     """
 
     drawn: list[Sample]
@@ -49,6 +49,7 @@ class Flights:
         self._engine = engine
         self._plan = plan
         self._policy = SamplePolicy.for_training(args)
+        self._may_start_again = args.dynamic_sampling_filter_path is not None and not args.partial_rollout
         self._flights: set[_Flight] = set()
         self._finished: asyncio.Queue[_Flight] = asyncio.Queue()
 
@@ -57,7 +58,7 @@ class Flights:
 
     def launch(self, group: list[Sample]) -> None:
         """Sends a group out. With `--mask-offpolicy-in-partial-rollout` what it has already is not trained on."""
-        drawn = [] if self._args.partial_rollout else copy.deepcopy(group)
+        drawn = [_copy_of(sample) for sample in group] if self._may_start_again else []
         if self._args.mask_offpolicy_in_partial_rollout:
             for sample in group:
                 sample.loss_mask = [0] * sample.response_length
@@ -122,3 +123,16 @@ class Flights:
             flight.generated.set()
         if not self._args.group_rm and not self._engine.stopped:
             await self._maker.judge(made, self._policy)
+
+
+def _copy_of(sample: Sample) -> Sample:
+    """An independent copy; several times faster than copying field by field whatever it holds."""
+    copied = copy.copy(sample)
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+        column = getattr(sample, name)
+        setattr(copied, name, None if column is None else list(column))
+    for name in ("prompt", "label", "reward", "metadata"):
+        value = getattr(sample, name)
+        if isinstance(value, list | dict):
+            setattr(copied, name, copy.deepcopy(value))
+    return copied

@@ -17,6 +17,7 @@ from slimrl.rollout.sampling import sampling_seed
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 HOOKS = """
+import asyncio
 import copy
 from slimrl.data.sample import Sample, SampleStatus
 
@@ -60,6 +61,19 @@ def lonely_rollout(args, rollout_id, data_source, *, evaluation):
 
 def empty_rollout(args, rollout_id, data_source, *, evaluation):
     return []
+
+async def slow_first(args, sample, sampling_params):
+    if sample.group_index < 2:
+        for changing in (sample.tokens, sample.label, sample.metadata["tags"]):
+            changing.append(1)
+        await asyncio.sleep(30)
+    return answer(sample, "x")
+
+async def one(args, sample):
+    return 1.0
+
+def keep(args, samples):
+    return True
 
 def drop_odd(args, samples):
     return samples[0].group_index % 2 == 0
@@ -323,3 +337,15 @@ def test_without_a_filter_over_sampling_draws_only_the_batch(roll):
     (output,), engine, source = roll(over_sampling_batch_size=12)
     assert len(engine.requests) == 8
     assert source.get_samples(1)[0][0].prompt == "4+4="
+
+
+def test_a_group_that_is_generated_anew_shares_nothing_with_what_became_of_it(
+    roll, fake_engine, hooks, make_args, tokenizer, write_rows
+):
+    rows = [{"prompt": f"{i}+{i}=", "label": [i], "metadata": {"tags": [i]}} for i in range(12)]
+    data = {"prompt_data": write_rows(rows, "tagged.jsonl"), "custom_generate_function_path": f"{hooks}.slow_first"}
+    settings = {"dynamic_sampling_filter_path": f"{hooks}.keep", "custom_rm_path": f"{hooks}.one"}
+    _, _, source = roll(rollout_batch_size=2, over_sampling_batch_size=4, **data, **settings)
+    returned = source.get_samples(2)
+    assert [group[0].group_index for group in returned] == [0, 1]
+    assert returned == RolloutDataSource(make_args(**data), tokenizer).get_samples(2)
