@@ -29,6 +29,10 @@ _FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
     "gcd", "max", "min", "det",
 }  # fmt: skip
+_COMMAND_OR_LETTER = re.compile(r"\\(?:begin|end)\{[a-zA-Z]*\}|\\[a-zA-Z]+|[a-zA-Z](?!_)")
+_CONJUGATE = re.compile(r"\\(?:overline|bar)\s*\{([^{}]*(?<![a-zA-Z])i(?![a-zA-Z])[^{}]*)\}")
+_UNIT = re.compile(r"(?<![a-zA-Z\\])i(?![a-zA-Z])")
+_LINEAR = re.compile(r"(?<![\d.}])(\d+)/(\d+)(?=[a-zA-Z\\])")
 _WHOLE = [LatexExtractionConfig(boxed_match_priority=0)]
 _CONSTANTS = {"i": sympy.I, "e": sympy.E}
 
@@ -48,7 +52,7 @@ def equal(answer: str, label: str) -> bool:
 
     Text that cannot be read as mathematics is unequal. Raises TooLarge, and whatever SymPy raises on a hostile text.
     """
-    first, second = _read(answer), _read(label)
+    first, second = map(_read, _told_apart(answer, label))
     if first is None or second is None:
         return False
     if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr) and not _is_matrix(first, second):
@@ -58,7 +62,25 @@ def equal(answer: str, label: str) -> bool:
     sets = _as_set(first), _as_set(second)
     if None not in sets and sets[0] == sets[1]:
         return True
-    return bool(verify(second, first, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+    try:
+        return bool(verify(second, first, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+    except (TypeError, ValueError, KeyError, AttributeError):
+        if _kind(first) == _kind(second):
+            raise
+        return False  # a point and a line, a set and an inequation: not even to be subtracted
+
+
+def _told_apart(answer: str, label: str) -> tuple[str, str]:
+    """The two texts with capitals renamed where the same letter stands in small too: the parser takes no notice."""
+    letters = set(_COMMAND_OR_LETTER.findall(answer + " " + label))
+    clash = {letter for letter in letters if letter.isupper() and letter.lower() in letters}
+    if not clash:
+        return answer, label
+
+    def renamed(match: re.Match[str]) -> str:
+        return f"{match[0]}_{{0}}" if match[0] in clash else match[0]
+
+    return _COMMAND_OR_LETTER.sub(renamed, answer), _COMMAND_OR_LETTER.sub(renamed, label)
 
 
 def _read(text: str) -> Any:
@@ -67,6 +89,8 @@ def _read(text: str) -> Any:
         return None
     expression = found[0]
     if isinstance(expression, sympy.Basic):
+        if expression.has(sympy.zoo, sympy.nan):
+            return None
         _check_size(expression)
     return _plain(expression)
 
@@ -74,6 +98,8 @@ def _read(text: str) -> Any:
 def _prepared(text: str) -> str:
     """The text with decimals as fractions, degrees as radians and functions as LaTeX commands."""
     text = _ROMAN.sub(lambda match: f"\\{match[1]} " if match[1] in _FUNCTIONS else match[1], text)
+    text = _CONJUGATE.sub(lambda match: "(" + _UNIT.sub("(-i)", match[1]) + ")", text)
+    text = _LINEAR.sub(r"\\frac{\1}{\2}", text)
     text = _DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
     return _DECIMAL.sub(lambda match: f"\\frac{{{int(match[1] + match[2])}}}{{{10 ** len(match[2])}}}", text)
 
@@ -154,6 +180,11 @@ def _agree(first: sympy.Expr, second: sympy.Expr) -> bool:
             (real if all(value.is_real for value in values) else others).append(close)
     seen = real or others
     return bool(seen) and all(seen)
+
+
+def _kind(value: Any) -> type | None:
+    kinds = (sympy.core.relational.Relational, sympy.Set, sympy.Tuple, sympy.MatrixBase, sympy.Expr)
+    return next((kind for kind in kinds if isinstance(value, kind)), None)
 
 
 def _as_set(value: Any) -> sympy.Set | None:

@@ -19,6 +19,10 @@ MAX_CHARS = 2000
 MAX_DEPTH = 12
 MAX_ITEMS = 200
 
+_TRIGONOMETRIC = re.compile(r"sin|cos|tan|cot|sec|csc|\\pi")
+_GROUPED = re.compile(r",(?=\d{3})")
+_BASED = re.compile(r"(-?[0-9A-F]+)_\{?(\d+)\}?")
+
 Algebra = Callable[[str, str], bool]
 
 
@@ -55,8 +59,15 @@ class _Comparison:
         values = rational(answer), rational(label)
         if None not in values:
             return values[0] == values[1]
+        plain = [
+            _GROUPED.sub("", text) if value is not None else text
+            for text, value in zip((answer, label), values, strict=True)
+        ]
+        if plain != [answer, label] and self._deeper().equal(*plain):
+            return True  # `1,024` is a number, and may still be a list
         for decide in (
             self._numbers,
+            self._other_bases,
             self._matrices,
             self._choices,
             self._words,
@@ -68,7 +79,14 @@ class _Comparison:
             verdict = decide(answer, label)
             if verdict is not None:
                 return verdict
-        return self.algebra(answer, label)
+        return self._without_degrees(answer, label) or self.algebra(answer, label)
+
+    def _without_degrees(self, answer: str, label: str) -> bool:
+        """Whether the two are the same where one says that it is in degrees: `180 - x` and `180^\\circ - x`."""
+        signs = "^\\circ" in answer, "^\\circ" in label
+        if signs[0] == signs[1] or _TRIGONOMETRIC.search(answer + label):
+            return False
+        return self._deeper().equal(answer.replace("^\\circ", ""), label.replace("^\\circ", ""))
 
     def _deeper(self) -> _Comparison:
         return dataclasses.replace(self, depth=self.depth + 1)
@@ -79,6 +97,11 @@ class _Comparison:
         if any(rational(value) is None for value, _ in parts):
             return None
         return self._values(answer, label)
+
+    def _other_bases(self, answer: str, label: str) -> bool | None:
+        """Numbers with their base, `1010_2`: the same digits in the same base."""
+        bases = [_BASED.fullmatch(text) for text in (answer, label)]
+        return None if None in bases else bases[0].groups() == bases[1].groups()
 
     def _matrices(self, answer: str, label: str) -> bool | None:
         first, second = structure.matrix(answer), structure.matrix(label)
@@ -104,9 +127,13 @@ class _Comparison:
 
     def _choices(self, answer: str, label: str) -> bool | None:
         first, second = words.choice(answer), words.choice(label)
-        if first is None or second is None:
-            return None
-        return first == second
+        if first is not None and second is not None:
+            return first[0] == second[0]
+        if first is not None and first[1]:
+            return self._deeper().equal(first[1], label) or None
+        if second is not None and second[1]:
+            return self._deeper().equal(answer, second[1]) or None
+        return None
 
     def _words(self, answer: str, label: str) -> bool | None:
         first, second = words.as_words(answer), words.as_words(label)
@@ -127,9 +154,9 @@ class _Comparison:
         if value is not None:
             return value == rational(split_unit(other)[0])
         if spoken == "no solution":
-            return tight(other) in ("\\emptyset", "\\{\\}", "{}")
+            return tight(other) == "\\emptyset" or None
         if spoken == "all real numbers":
-            return tight(other) in ("\\mathbb{R}", "(-\\infty,\\infty)", "(-\\infty,+\\infty)", "x\\in\\mathbb{R}")
+            return tight(other) in ("\\mathbb{R}", "(-\\infty,\\infty)", "(-\\infty,+\\infty)") or None
         return None
 
     def _sets_of_reals(self, answer: str, label: str) -> bool | None:
@@ -144,14 +171,18 @@ class _Comparison:
 
     def _assignments(self, answer: str, label: str) -> bool | None:
         first, second = _assigned(answer), _assigned(label)
+        if second is not None and not structure.is_name(second[0]):
+            return None  # a label that is an equation asks for an equation
         if first is None and second is None:
             return None
         if first is not None and second is not None:
+            if not (structure.is_name(first[0]) and structure.is_name(second[0])):
+                return self.algebra(answer, label)
             if tight(first[0]) != tight(second[0]):
                 return self.algebra(answer, label) if _has_letters(first[1]) or _has_letters(second[1]) else False
             return self._deeper().equal(first[1], second[1])
         (_, value), other = (first, label) if first is not None else (second, answer)
-        if structure.relation(other) is not None:
+        if structure.relation(other) is not None and structure.bare_list(other) is None:
             return None
         pair = (value, other) if first is not None else (other, value)
         return self._deeper().equal(*pair)
@@ -162,8 +193,8 @@ class _Comparison:
             return None
         if first is None or second is None:
             if first is not None:
-                return len(first.items) == 1 and self._deeper().equal(first.items[0], label)
-            return len(second.items) == 1 and self._deeper().equal(answer, second.items[0])
+                return _stands_for_its_item(first) and self._deeper().equal(first.items[0], label)
+            return _stands_for_its_item(second) and self._deeper().equal(answer, second.items[0])
         if (len(first.items) == 1) != (len(second.items) == 1):
             pair = (first.items[0], label) if len(first.items) == 1 else (answer, second.items[0])
             return self._deeper().equal(*pair)
@@ -206,8 +237,8 @@ class _Comparison:
         return False
 
     def _as_letters(self, answer: str, label: str) -> bool:
-        """Letters that look like a unit may be variables: `5 m` and `5m`."""
-        return answer.replace(" ", "") == label.replace(" ", "")
+        """Letters that look like a unit may be variables: `5 m` and `5m`, `2 x h` and `2hx`."""
+        return "\\text" not in answer + label and self.algebra(answer, label)
 
     def _scaled(self, value: str, factor: Fraction, other: str) -> bool:
         values = rational(value), rational(other)
@@ -240,16 +271,28 @@ class _Comparison:
 def _assigned(text: str) -> tuple[str, str] | None:
     """The name and the value of `name = value`, of a chain of equalities its last value; of `name \\in set` the set."""
     chain = structure.relation(text)
-    if chain is None or not structure.is_name(chain.terms[0]) or structure.bare_list(text) is not None:
+    if chain is None or structure.bare_list(text) is not None:
         return None
-    if chain.signs == ["\\in"] or all(sign in ("=", "\\approx", "\\simeq", "\\equiv") for sign in chain.signs):
+    named = structure.is_name(chain.terms[0])
+    if named and chain.signs == ["\\in"]:
         return chain.terms[0], chain.terms[-1]
-    return None
+    # an equation that ends in 0 has no value, unless it gives something the name of 0
+    equalities = all(sign in ("=", "\\approx", "\\simeq", "\\equiv") for sign in chain.signs)
+    if not equalities or (not named and chain.terms[-1] == "0"):
+        return None
+    # what stands before the first rounding is exact
+    exact = next((place for place, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
+    return chain.terms[0], chain.terms[exact] if exact or not (named or not chain.terms[0]) else chain.terms[-1]
 
 
 def _has_letters(text: str) -> bool:
     """Whether a value may depend on something: letters other than those of commands."""
     return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) is not None
+
+
+def _stands_for_its_item(items: structure.Items) -> bool:
+    """Whether brackets around one value may be left out, as those around the empty set may not."""
+    return len(items.items) == 1 and not (items.brackets == "{}" and tight(items.items[0]) == "\\emptyset")
 
 
 def _is_set_or_relation(answer: str, label: str) -> bool:

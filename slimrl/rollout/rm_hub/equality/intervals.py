@@ -38,9 +38,10 @@ def union(text: str) -> list[Interval] | None:
     builder = _BUILDER.fullmatch(text)
     if builder is not None:
         text = builder[2]
-    text = _MEMBER.sub("", text) if "\\in" in text and structure.relation(text) is not None else text
+    if "\\in" in text:
+        text = _MEMBER.sub("", text) or text
     pieces: list[Interval] = []
-    for part in structure.split_union(text):
+    for part in structure.split_union(structure.alternatives_as_union(text)):
         piece = _brackets(part) or _reals(part) or _inequalities(part)
         if piece is None:
             return None
@@ -112,15 +113,14 @@ def _inequalities(text: str) -> list[Interval] | None:
     parts = structure.bare_list(text)
     if parts is None:
         return _inequality(text)
-    pieces = [_inequality(part) for part in parts.items]
-    if any(piece is None for piece in pieces):
+    excluded = [part.split("\\ne")[1].strip() for part in parts.items if "\\ne" in part]
+    pieces = [_inequality(part) for part in parts.items if "\\ne" not in part]
+    if any(piece is None or len(piece) != 1 for piece in pieces):
         return None
-    if structure.is_alternative(text):
-        return [interval for piece in pieces for interval in piece]
-    if any(len(piece) != 1 for piece in pieces):
-        excluded = [part.items for part in [parts] if all("\\ne" in item for item in part.items)]
-        return _all_but([item.split("\\ne")[1].strip() for item in parts.items]) if excluded else None
-    return _overlap([piece[0] for piece in pieces])
+    if not pieces:
+        return _all_but(excluded)
+    whole = [pieces[0][0]] if len(pieces) == 1 else _overlap([piece[0] for piece in pieces])
+    return whole if whole is None or not excluded else _without(whole, excluded)
 
 
 def _inequality(text: str) -> list[Interval] | None:
@@ -168,6 +168,20 @@ def _all_but(points: list[str]) -> list[Interval] | None:
         points = [point for _, point in sorted(zip(values, points, strict=True))]
     ends = ["-\\infty", *points, "\\infty"]
     return [_interval(low, high, False, False) for low, high in zip(ends, ends[1:], strict=False)]
+
+
+def _without(intervals: list[Interval], points: list[str]) -> list[Interval] | None:
+    """One interval without points inside it, all of them known numbers."""
+    (whole,) = intervals
+    low, high = _end(whole.low), _end(whole.high)
+    values = sorted({value for point in points if (value := rational(point)) is not None})
+    if low is None or high is None or not values or not all(low < value < high for value in values):
+        return None
+    ends = [whole.low, *(str(value) for value in values), whole.high]
+    stretches = [_interval(one, other, False, False) for one, other in zip(ends, ends[1:], strict=False)]
+    stretches[0] = dataclasses.replace(stretches[0], low_closed=whole.low_closed)
+    stretches[-1] = dataclasses.replace(stretches[-1], high_closed=whole.high_closed)
+    return stretches
 
 
 def _overlap(intervals: list[Interval]) -> list[Interval] | None:

@@ -5,6 +5,7 @@ No number is built that has more digits than its spelling, powers of ten aside, 
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -22,6 +23,8 @@ _POWER = re.compile(
 _EXPONENT = re.compile(r"([+-]*)(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,4})")
 _REPEATING = re.compile(r"([+-]*)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{(\d+)\}|\((\d+)\))")
 _TRAILING_DOTS = re.compile(r"([+-]*)(\d*)\.(\d*?)(\d+?)\4{2,}(?:\.\.\.|\s*\\ldots)")
+_MODULO = re.compile(r"(\d+)\s*\\b?mod\s*(\d+)")
+_DIVISORS = re.compile(r"\\?(?:(?:text|operatorname)\s*\{\s*)?(gcd|lcm)\s*\}?\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _BRACKETED = re.compile(r"([+-]*)[({]([^(){}]*)[)}]")
 
 
@@ -76,6 +79,15 @@ def _repeating(match: re.Match[str]) -> Fraction | None:
     return _signed(signs, value)
 
 
+def _modulo(match: re.Match[str]) -> Fraction | None:
+    return Fraction(int(match[1]) % int(match[2])) if int(match[2]) else None
+
+
+def _divisors(match: re.Match[str]) -> Fraction | None:
+    function = math.gcd if match[1] == "gcd" else math.lcm
+    return Fraction(function(int(match[2]), int(match[3])))
+
+
 def _bracketed(match: re.Match[str]) -> Fraction | None:
     value = rational(match[2])
     return None if value is None else _signed(match[1], value)
@@ -104,5 +116,7 @@ _FORMS = (
     (_EXPONENT, _exponent),
     (_REPEATING, _repeating),
     (_TRAILING_DOTS, _repeating),
+    (_MODULO, _modulo),
+    (_DIVISORS, _divisors),
     (_BRACKETED, _bracketed),
 )

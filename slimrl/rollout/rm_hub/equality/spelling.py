@@ -39,8 +39,21 @@ _SPACING = re.compile(
 _GAP_IN_NUMBER = re.compile(r"(?<=\d)(?:\\,|\\ |~|\{,\}|\{\\,\}|\\!|,\\!|\s)(?=\d{3}(?!\d))")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:(?:\\,|\\ |~|\\;| )\d{3})+(?![\d/])")
 _MARKED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\{\\,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))")
+_SCALES = {"million": 6, "billion": 9, "trillion": 12}
+
+
+def _scale(match: re.Match[str]) -> str:
+    return f"\\times 10^{{{_SCALES[match[1]]}}} "
+
+
 _SYNONYMS = (
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\(?:[dtc]frac|nicefrac|sfrac)(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\surd(?![a-zA-Z])"), r"\\sqrt "),
+    (re.compile(r"\\(?:underline|uline)\s*(?=\{)"), ""),
+    (re.compile(r"\\text\w*\s*\{\s*\\?([$%])\s*\}"), r"\1"),
+    (re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*)?\b(million|billion|trillion)\b\s*\}?"), _scale),
+    (re.compile(r"(?<=\d)(\s*)([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1\2m"),
+    (re.compile(r"\bper\s+cent\b"), "percent"),
     (re.compile(r"\\(?:leq|leqslant|lt\s*=)(?![a-zA-Z])"), r"\\le "),
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
     (re.compile(r"\\neq(?![a-zA-Z])|\\not\s*="), r"\\ne "),
@@ -60,8 +73,10 @@ _SYNONYMS = (
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathbf|emph)\s*\{"), r"\\text{"),
     (re.compile(r"\\[lc]?dots[bcmi]?(?![a-zA-Z])"), r"\\ldots "),
     (re.compile(r"(?:\{\})?[_^]\{?(\w+)\}?\s*C\s*_\s*\{?(\w+)\}?"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(?<![\w\\])(\d+)\s*C\s*(\d+)(?!\w)"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}"), r"\\text{\1/\2}"),
-    (re.compile(r"\\text\{([^{}]*?)\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
+    (re.compile(r"\\text\{([^{}]*?\S)\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
+    (re.compile(r"\\math(?:cal|scr|frak)\s*\{?([A-Z])\}?"), r"\1"),
     (re.compile(r"\\R(?![a-zA-Z])"), r"\\mathbb{R}"),
     (re.compile(r"\\(?:percent)(?![a-zA-Z])"), "%"),
     (re.compile(r"\\%"), "%"),
@@ -76,7 +91,7 @@ _SYNONYMS = (
     (re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\s*(\d+|\{)"), r"\\sqrt \1"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
-    (re.compile(r"(?<![\\a-zA-Z])(?:infinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
+    (re.compile(r"(?<![\\a-zA-Z])(?:[iI]nfinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
     (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|arcsin|arccos|arctan)(?=\s*\()"), r"\\\1 "),
     (re.compile(r"<\s*="), r"\\le "),
     (re.compile(r">\s*="), r"\\ge "),
@@ -87,15 +102,22 @@ _SYNONYMS = (
     (re.compile(r"\^\{(\w)\}"), r"^\1"),
     (re.compile(r"_\{(\w)\}"), r"_\1"),
 )  # fmt: skip
+_QUALIFIER = re.compile(
+    r"(?<=\S)\s*,?\s*(?:\\text\s*\{[^{}]*\}\s*|where\s+|for\s+)?[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?(?:\^\+|_\+)?$"
+)
+_WHOLE_LIST = re.compile(r"\\text\s*\{((?:[^{}]*(?:,|\band\b|\bor\b)|\s*[-+$]?\.?\d)[^{}]*)\}")
 _TIDY = (
     (re.compile(r"\s*([+\-*/=<>,;()\[\]{}^_|%!])\s*"), r"\1"),
     (re.compile(r"(\\[a-zA-Z]+)\s+(?=[^a-zA-Z])"), r"\1"),
 )
 _LEAD = re.compile(
     r"(?:so |thus |therefore |hence )?,?\s*(?:the )?(?:final |correct |exact )?(?:answer|result|solution)(?: is|:|=)"
-    r"\s*:?\s*",
+    r"\s*:?\s*|(?:about|approximately|approx\.?|roughly|around)\s+(?=[\d\\$.-])|=\s*(?=\S)",
     re.IGNORECASE,
 )
+_TEXT_LEAD = re.compile(r"\\text\s*\{\s*([^{}]*?(?:is|are|:|=)\s*:?)\s*\}\s*(?=\S)")
+_MARKDOWN = re.compile(r"(\*\*|\*|`|\"|'')(?=\S)(.*?\S)\1", re.DOTALL)
+_LOOSE_END = re.compile(r"(?:\s|\\\\|(?<!\\)[.,;])+$")
 
 
 def clean(text: str) -> str:
@@ -109,7 +131,18 @@ def clean(text: str) -> str:
     text = _SPACING.sub(" ", _LAYOUT.sub("", text))
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
-    return _unwrapped(_LEAD.sub("", _unwrapped(text), count=1)) if _LEAD.match(text) else _unwrapped(text)
+    if re.search(r"[<>=]|\\[lg]e(?![a-zA-Z])", text):
+        text = re.sub(r"\\l(and|or)(?![a-zA-Z])", r" \1 ", text)
+    text = _unwrapped(text)
+    lead = _LEAD.match(text) or _text_lead(text)
+    if lead is not None:
+        text = _unwrapped(text[lead.end() :])
+    whole = _WHOLE_LIST.fullmatch(text)
+    if whole is not None:
+        text = whole[1].strip()
+    if "\\mathbb" in text and not text.startswith("\\{"):
+        text = _QUALIFIER.sub("", text)
+    return text
 
 
 def tight(text: str) -> str:
@@ -122,7 +155,10 @@ def tight(text: str) -> str:
 def _unwrapped(text: str) -> str:
     while True:
         before = text
-        text = text.strip().rstrip(".,;").strip() if not text.rstrip().endswith("...") else text.strip()
+        text = text.strip() if text.rstrip().endswith("...") else _LOOSE_END.sub("", text).strip()
+        marked = _MARKDOWN.fullmatch(text)
+        if marked is not None and marked[1] not in marked[2]:
+            text = marked[2]
         for opening, closing in _DELIMITERS:
             inner = text[len(opening) : len(text) - len(closing)]
             if (
@@ -138,6 +174,12 @@ def _unwrapped(text: str) -> str:
             text = box[1]
         if text == before:
             return text
+
+
+def _text_lead(text: str) -> re.Match[str] | None:
+    """`\\text{The answer is }` before the answer itself."""
+    lead = _TEXT_LEAD.match(text)
+    return lead if lead is not None and _LEAD.match(lead[1]) else None
 
 
 def _from_unicode(text: str) -> str:

@@ -12,14 +12,16 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil", "\\begin"}
 _CLOSING = {")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil", "\\end"}
 _ENDS = {"(": ")]", "[": ")]", "\\{": "\\}", "\\langle": "\\rangle", "{": "}"}
-_JOINED = re.compile(
-    r"\s*,?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}\s*|\s*,?\s+(and|or)\s+|\s*\\(land|lor|wedge|vee)(?![a-zA-Z])\s*"
-)
+_JOINED = re.compile(r"\s*,?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}\s*|\s*,?\s+(and|or)\s+")
 _MATRIX = re.compile(
     r"(?:\\?[(\[{]\s*)?\\begin\s*\{(p|b|B|small|)(?:matrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{[a-zA-Z]*\}\s*(?:\\?[)\]}])?",
     re.DOTALL,
 )
 _NESTED_ROWS = re.compile(r"\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]")
+_CASES = re.compile(
+    r"(?:\\?\{\s*)?\\begin\s*\{(?:cases|aligned|align\*?|array)\}(?:\{[lcr]*\})?(.*?)\\end\s*\{[a-z*]*\}", re.DOTALL
+)
+_SEMICOLON_ROWS = re.compile(r"\[([^\[\];,]*,[^\[\];]*(?:;[^\[\];]*)+)\]")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|simeq|equiv|sim)(?![a-zA-Z])|[=<>]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NAME = re.compile(
@@ -51,6 +53,9 @@ def matrix(text: str) -> list[list[str]] | None:
     if whole is not None:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])", whole[2].replace("\\hline", ""))]
         return [[entry.strip() for entry in row.split("&")] for row in rows if row.strip()]
+    semicolons = _SEMICOLON_ROWS.fullmatch(text)
+    if semicolons is not None:
+        return [[entry.strip() for entry in row.split(",")] for row in semicolons[1].split(";")]
     nested = _NESTED_ROWS.fullmatch(text)
     if nested is not None:
         return [[entry.strip() for entry in row.split(",")] for row in re.findall(r"\[([^\[\]]*)\]", nested[1])]
@@ -79,6 +84,9 @@ def bracketed(text: str) -> Items | None:
 
 def bare_list(text: str) -> Items | None:
     """Values side by side, joined by commas, `and` or `or`."""
+    cases = _CASES.fullmatch(text)
+    if cases is not None:
+        text = re.sub(r"\\\\(?:\[[^\]]*\])?", ",", cases[1]).replace("&", "")
     joined = _JOINED.sub(",", text)
     if ", " in joined:
         joined = _THOUSANDS.sub("", joined)
@@ -88,7 +96,16 @@ def bare_list(text: str) -> Items | None:
 
 def is_alternative(text: str) -> bool:
     """Whether the parts of a bare list are joined by `or`."""
-    return any("or" in match.groups() or match[3] in ("lor", "vee") for match in _JOINED.finditer(text))
+    return any(map(_says_or, _JOINED.finditer(text)))
+
+
+def alternatives_as_union(text: str) -> str:
+    """The text with `\\cup` for every `or`."""
+    return _JOINED.sub(lambda match: " \\cup " if _says_or(match) else match[0], text)
+
+
+def _says_or(match: re.Match[str]) -> bool:
+    return "or" in match.groups()
 
 
 def relation(text: str) -> Relation | None:

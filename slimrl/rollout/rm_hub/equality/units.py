@@ -46,7 +46,7 @@ _TEXT_UNIT = re.compile(r"\\text\{\s*([^{}\\]*?)\s*\}")
 _POWER = r"(?:\^\{?-?\d\}?)?"
 _TAIL = re.compile(rf"\s*((?:\\text\{{[^{{}}]*\}}{_POWER}[\s/]*)+)$")
 _PLAIN_TAIL = re.compile(rf"(?<=[\d)}}\s])\s*((?:[A-Za-z]+{_POWER})(?:(?:\s+|\s*/\s*)(?:[A-Za-z]+{_POWER}))*)$")
-_SYMBOL_TAIL = re.compile(r"\s*(%|\^\\circ\s*[CF]?|\\cent|[€£¢$])$")
+_SYMBOL_TAIL = re.compile(r"\s*(%|\^\\circ\s*[CF]?|\\cent|[€£¢$]|(?<=[\d\s}])\\Omega)$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _MODULUS = re.compile(r"\s*(\\pmod\s*(?:\{[^{}]*\}|\w+)|\(\s*(?:mod|\\bmod)\s+\w+\s*\))$")
 _CURRENCY_HEAD = re.compile(r"([+-]?)\s*(?:\\\$|\$|€|£|USD\s|US\\?\$)\s*(?=[\d.\\])")
@@ -127,6 +127,8 @@ def _is_plain_unit(text: str, tail: re.Match[str]) -> bool:
     before = text[: tail.start()].rstrip()
     if not before or not (before[-1].isdigit() or before[-1] in ")}") or "\\" in tail[1]:
         return False
+    if len(tail[1]) == 1 and not before[-1].isdigit():
+        return False  # `\\sum_{k=1}^{10} k`
     known = all(word in _TABLE or _singular(word) in _TABLE or word.casefold() in _JOINING for word in words)
     spaced = text[tail.start() : tail.start(1)] != "" or text[tail.start() - 1] == " "
     if known:

@@ -10,7 +10,7 @@ _MATH = re.compile(r"[\\^_=<>+*/{}|]")
 _SEPARATORS = re.compile(r"[\s,.;:!?'\"()\[\]`-]+")
 _NO_WORDS = {"and", "sin", "cos", "tan", "log", "cot", "sec", "csc", "gcd", "lcm", "max", "min", "mod"}
 _ARTICLES = {"a", "an", "the"}
-_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(([A-Za-z])\)|([A-Z])(?=[.):]))[.):]*(?:\s*\S.*)?")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(([A-Za-z])\)|([A-Z])(?=[.):]))[.):]*\s*(\S.*)?")
 _NAMED_CHOICE = re.compile(r"(?:option|choice)\s+([A-Za-z])", re.IGNORECASE)
 _PLAIN_CHOICE = re.compile(r"[A-Ja-j]")
 _SAME = {
@@ -43,7 +43,7 @@ def as_words(text: str) -> str | None:
         words = [word for word in words if word not in _ARTICLES] or words
     if not any(_is_word(word) for word in words) and not (marked and words):
         return None
-    joined = " ".join(words)
+    joined = " ".join(words).removeprefix("set of ")
     return _SAME.get(joined, joined)
 
 
@@ -56,13 +56,16 @@ def plain(text: str) -> str:
     return "".join(_TEXT.sub(r"\1", text).split()).casefold()
 
 
-def choice(text: str) -> str | None:
-    """The letter of a multiple-choice answer such as `B`, `(B)`, `B.` or `(B) 5`."""
+def choice(text: str) -> tuple[str, str] | None:
+    """The letter of a multiple-choice answer such as `B`, `(B)`, `B.` or `(B) 5`, and what it says beside it."""
     shown = _TEXT.sub(r"\1", text).strip()
     if _PLAIN_CHOICE.fullmatch(shown):
-        return shown.upper()
-    match = _NAMED_CHOICE.fullmatch(shown) or _CHOICE.fullmatch(shown)
-    return None if match is None else next(letter for letter in match.groups() if letter).upper()
+        return shown.upper(), ""
+    named = _NAMED_CHOICE.fullmatch(shown)
+    if named is not None:
+        return named[1].upper(), ""
+    match = _CHOICE.fullmatch(shown)
+    return None if match is None else ((match[1] or match[2]).upper(), (match[3] or "").strip())
 
 
 def number_word(words: str) -> Fraction | None:
