@@ -58,7 +58,9 @@ def _run(plan: Plan) -> Iterator[str]:
     args = plan.args
     first = plan.start.first_rollout if plan.start is not None else args.start_rollout_id or 0
     if args.num_rollout is None:
-        length = f"{args.num_epoch} passes over {args.prompt_data}, in rollouts of {args.rollout_batch_size} prompts"
+        data = args.prompt_data or args.data_source_path
+        data = data if isinstance(data, str) else " ".join(data)
+        length = f"{args.num_epoch} passes over {data}, in rollouts of {args.rollout_batch_size} prompts"
     elif first >= args.num_rollout:
         length = f"nothing is left to do: the next rollout is {first} and --num-rollout is {args.num_rollout}"
     else:
