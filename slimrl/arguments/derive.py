@@ -134,3 +134,20 @@ def _notes(args: Arguments) -> None:
         args.notes.append(f"--num-epoch {args.num_epoch} is not used: --num-rollout {args.num_rollout} goes before it.")
     if args.eval_interval is None and (args.eval_prompt_data is not None or args.eval_config is not None):
         args.notes.append("nothing will be evaluated: evaluation sets are given and --eval-interval is not.")
+    _sampling_notes(args)
+
+
+def _sampling_notes(args: Arguments) -> None:
+    batch, wave = args.rollout_batch_size, args.over_sampling_batch_size
+    if batch is None or args.dynamic_sampling_filter_path is not None or args.has_own_rollout_function:
+        return
+    if args.partial_rollout and wave == batch:
+        args.notes.append(
+            "--partial-rollout has nothing to continue: no more than --rollout-batch-size prompts are sent out; give a"
+            " larger --over-sampling-batch-size or a --dynamic-sampling-filter-path."
+        )
+    if wave > batch and not args.partial_rollout:
+        args.notes.append(
+            f"--over-sampling-batch-size {wave} is not used: exactly --rollout-batch-size {batch} prompts are sent out"
+            " without --dynamic-sampling-filter-path or --partial-rollout."
+        )

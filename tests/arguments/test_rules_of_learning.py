@@ -262,3 +262,23 @@ def test_what_is_off_without_an_error_is_noted(recipe):
     ]
     args, _ = read_args(recipe.line(without="--eval-interval"))
     assert args.notes == ["nothing will be evaluated: evaluation sets are given and --eval-interval is not."]
+
+
+@pytest.mark.parametrize(
+    ("flags", "notes"),
+    [
+        ("--partial-rollout --over-sampling-batch-size 64", []),
+        ("--partial-rollout", ["--partial-rollout has nothing to continue: no more than --rollout-batch-size"]),
+        (
+            "--over-sampling-batch-size 64",
+            ["--over-sampling-batch-size 64 is not used: exactly --rollout-batch-size 32"],
+        ),
+        ("--partial-rollout --dynamic-sampling-filter-path slimrl_test_hooks.keep", []),
+        ("--over-sampling-batch-size 64 --dynamic-sampling-filter-path slimrl_test_hooks.keep", []),
+    ],
+)
+def test_sampling_flags_that_change_nothing_are_noted(recipe, in_a_folder_with_hooks, flags, notes):
+    args, problems = read_args(recipe.line(flags))
+    assert problems == []
+    assert [any(note.startswith(start) for note in args.notes) for start in notes] == [True] * len(notes)
+    assert len(args.notes) == len(notes)
