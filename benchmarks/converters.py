@@ -39,6 +39,7 @@ MODEL_ARGS = (
 )
 MIB = 1024**2
 MEMORY = ("RssAnon", "RssFile", "VmRSS")
+MEMORY_ROUNDS = 2
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -165,22 +166,22 @@ def one_run(direction: str, folder: Path) -> None:
     sys.stdin.readline()
 
 
-def measured(direction: str, folder: Path) -> dict[str, float]:
-    """One conversion in a fresh process."""
+def measured(direction: str, folder: Path, *, memory: bool) -> dict[str, float]:
+    """One conversion in a fresh process: its seconds, or with `memory` its peaks, as sampling takes time of its own."""
     command = [sys.executable, "-W", "ignore", __file__, "--direction", direction, "--folder", str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
         if process.stdout.readline().strip() != "ready":
             sys.exit("the conversion did not start")
-        watch = Watch(process.pid)
+        watch = Watch(process.pid) if memory else None
         print(file=process.stdin, flush=True)
-        seconds = process.stdout.readline()
-        peaks = watch.peaks()
+        seconds = float(process.stdout.readline())
+        result = {"seconds": seconds} if watch is None else watch.peaks()
         print(file=process.stdin, flush=True)
     os.sync()
     if process.returncode:
         sys.exit("the conversion failed")
-    return {"seconds": float(seconds), **peaks}
+    return result
 
 
 def copied(source: Path, target: Path) -> float:
@@ -205,15 +206,18 @@ def same_tensors(first: Path, second: Path) -> bool:
         )
 
 
-def report(nbytes: int, runs: dict[str, list[dict[str, float]]], copies: list[float]) -> dict[str, object]:
+Runs = dict[str, list[dict[str, float]]]
+
+
+def report(nbytes: int, timed: Runs, sampled: Runs, copies: list[float]) -> dict[str, object]:
     """Prints medians of time and maxima of memory, and returns them."""
     copying = statistics.median(copies)
     print(f"model {nbytes / 1e9:.3f} GB; cp {copying:.2f} s (median of {len(copies)})")
     print(f"{'direction':<20}{'s':>7}{'GB/s':>7}{'of cp':>8}{'anonymous':>12}{'mapped':>9}{'total RSS':>12}")
     result: dict[str, object] = {"model_bytes": nbytes, "cp_s": copying}
-    for direction, measurements in runs.items():
-        seconds = statistics.median(run["seconds"] for run in measurements)
-        share = {name: max(run[name] for run in measurements) / nbytes for name in MEMORY}
+    for direction in timed:
+        seconds = statistics.median(run["seconds"] for run in timed[direction])
+        share = {name: max(run[name] for run in sampled[direction]) / nbytes for name in MEMORY}
         print(
             f"{direction:<20}{seconds:>7.2f}{nbytes / 1e9 / seconds:>7.2f}{copying / seconds:>8.2f}"
             f"{share['RssAnon']:>11.1%}{share['RssFile']:>9.1%}{share['VmRSS']:>12.1%}"
@@ -225,7 +229,7 @@ def report(nbytes: int, runs: dict[str, list[dict[str, float]]], copies: list[fl
 def main() -> int:
     """Measures; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="conversions in each direction")
+    parser.add_argument("--rounds", type=int, default=5, help="timed conversions in each direction")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder, removed at the end)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--direction", choices=("there", "back"), help=argparse.SUPPRESS)
@@ -237,18 +241,20 @@ def main() -> int:
         folder = Path(scratch)
         make_checkpoint(folder / "hf")
         nbytes = (folder / "hf" / "model.safetensors").stat().st_size
-        runs: dict[str, list[dict[str, float]]] = {"HF -> torch_dist": [], "torch_dist -> HF": []}
+        timed: Runs = {"HF -> torch_dist": [], "torch_dist -> HF": []}
+        sampled: Runs = {"HF -> torch_dist": [], "torch_dist -> HF": []}
         copies = []
-        for _ in range(args.rounds):
-            copies.append(copied(folder / "hf", folder / "copy"))
-            runs["HF -> torch_dist"].append(measured("there", folder))
-            copies.append(copied(folder / "hf", folder / "copy"))
-            runs["torch_dist -> HF"].append(measured("back", folder))
+        for number in range(args.rounds + MEMORY_ROUNDS):
+            memory = number < MEMORY_ROUNDS  # these come first and warm up, too
+            for direction, runs in (sampled if memory else timed).items():
+                if not memory:
+                    copies.append(copied(folder / "hf", folder / "copy"))
+                runs.append(measured("there" if direction.startswith("HF") else "back", folder, memory=memory))
             if not same_tensors(folder / "hf", folder / "again"):
                 sys.exit("a tensor came back changed")
             shutil.rmtree(folder / "torch_dist")
             shutil.rmtree(folder / "again")
-        result = report(nbytes, runs, copies)
+        result = report(nbytes, timed, sampled, copies)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
