@@ -8,6 +8,7 @@ not reach it, or that the router answered with HTTP 5xx because its server was l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -54,7 +55,7 @@ class RouterClient:
         self._slots = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
-        self._abort_count = 0
+        self._aborted = asyncio.Event()  # of the requests that are made from now on; each abort ends one
 
     async def __aenter__(self) -> RouterClient:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
@@ -93,12 +94,12 @@ class RouterClient:
         """
         body = orjson.dumps({"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True})
         headers = {SESSION_HEADER: session_id} if session_id is not None else {}
-        aborts_before = self._abort_count
+        aborted = self._aborted
         backoff_s = FIRST_BACKOFF_S
         deadline = time.monotonic() + self._request_timeout_s  # the router counts its own time-outs as lost servers
         for attempt in itertools.count(1):
             async with self._slots:
-                if self._abort_count != aborts_before:  # while it waited for its turn
+                if aborted.is_set():  # while it waited for its turn
                     return Generation([], [], "abort", "")
                 try:
                     return _generation(await self._post(body, headers))
@@ -106,16 +107,19 @@ class RouterClient:
                     if attempt > MAX_RETRIES or time.monotonic() > deadline:
                         raise EngineUnavailableError(f"{error} (tried {attempt} times)") from error
                     logger.warning("%s: trying again in %.2g s", error, backoff_s)
-            await asyncio.sleep(backoff_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(aborted.wait(), backoff_s)
             backoff_s *= 2
         raise AssertionError("unreachable: the count has no end")
 
     async def abort_all(self) -> None:
         """Abort every request that has been made; returns when all of them have returned.
 
-        Those still waiting for a slot return without tokens. Requests made before this returns may be aborted too.
+        Those still waiting for a slot or for another try return without tokens. Requests made before this returns may
+        be aborted too.
         """
-        self._abort_count += 1
+        self._aborted.set()
+        self._aborted = asyncio.Event()
         while True:
             await asyncio.gather(*(self._abort_on(url) for url in self.server_urls))
             if self._in_flight == 0:

@@ -188,7 +188,9 @@ def test_never_more_requests_are_in_flight_than_allowed():
     assert most == 3
 
 
-def test_an_abort_reaches_requests_that_wait_to_be_tried_again():
+def test_an_abort_reaches_requests_that_wait_to_be_tried_again_at_once(monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 30.0)
+
     async def handler(request):
         return web.Response(status=503)
 
@@ -200,7 +202,8 @@ def test_an_abort_reaches_requests_that_wait_to_be_tried_again():
             tasks = [asyncio.create_task(client.generate([1], {})) for _ in range(3)]
             await asyncio.sleep(0.05)
             await client.abort_all()
-            return await asyncio.gather(*tasks)
+            async with asyncio.timeout(2):
+                return await asyncio.gather(*tasks)
 
     answers = asyncio.run(body())
     assert [(a.finish_reason, a.token_ids, a.weight_version) for a in answers] == [("abort", [], "")] * 3
