@@ -74,6 +74,12 @@ async def judge(args, sample):
     return float(sum(sample.tokens) % 3 == 0)
 
 
+async def judge_group(args, samples):
+    """The same for a whole group, of which no sample may be missing."""
+    assert len(samples) == args.n_samples_per_prompt
+    return [await judge(args, sample) for sample in samples]
+
+
 def book(args, all_groups, data_source):
     """Notes every judged group."""
     args.custom["judged"].append([group[0].group_index for group in all_groups])

@@ -162,12 +162,13 @@ def test_a_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_ep
     mask=st.booleans(),
     discard=st.booleans(),
     filtered=st.booleans(),
+    together=st.booleans(),
     crashes=st.dictionaries(st.integers(1, 8), st.integers(0, 40), max_size=3),
     slots=st.sampled_from([3, 8, 1000]),
     seed=st.integers(0, 1000),
 )
 def test_the_books_of_any_run_balance(
-    make_args, tokenizer, batch, surplus, size, partial, mask, discard, filtered, crashes, slots, seed
+    make_args, tokenizer, batch, surplus, size, partial, mask, discard, filtered, together, crashes, slots, seed
 ):
     args = scripted(
         make_args,
@@ -178,6 +179,8 @@ def test_the_books_of_any_run_balance(
         mask_offpolicy_in_partial_rollout=partial and mask,
         discard_surplus_groups=discard and not partial,
         dynamic_sampling_filter_path=FILTER if filtered else None,
+        group_rm=together,
+        custom_rm_path=f"{HERE}.judge_group" if together else f"{HERE}.judge",
         rollout_seed=seed,
     )
     done = run(args, tokenizer, rollouts=9, crashes=crashes, slots=slots)
