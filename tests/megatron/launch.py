@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -120,3 +121,6 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
         except Exception:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+        # Process groups end with their last reference, and one that is left over spins on its closed sockets.
+        del answer, function, arguments
+        gc.collect()
