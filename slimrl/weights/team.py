@@ -88,6 +88,10 @@ class Team:
             own = error
         messages: list[str | None] = [None] * self.size
         dist.all_gather_object(messages, None if own is None else str(own))
+        if any(message is not None for message in messages):
+            # nobody leaves before all have the messages: a process that ends closes the connections of the others
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
         if own is not None:
             raise own
         for rank, message in enumerate(messages):
