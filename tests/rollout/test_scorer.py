@@ -14,7 +14,7 @@ NOTHING = RewardRule(None, None)
 HOOKS = """
 import asyncio
 import numpy
-from slimrl.rollout.rm_hub import async_rm
+from slimrl.rollout.rm_hub import async_rm, batched_async_rm
 
 async def seven(args, sample, **kwargs):
     return 7
@@ -39,6 +39,25 @@ async def half_of_builtin(args, sample):
 
 def not_async(args, sample):
     return 1.0
+
+calls = []
+
+async def by_length(args, samples, **kwargs):
+    calls.append([sample.index for sample in samples])
+    longest = max(len(sample.response) for sample in samples)
+    return [len(sample.response) / longest for sample in samples]
+
+async def as_array(args, samples):
+    return numpy.ones(len(samples))
+
+async def too_few(args, samples):
+    return [1.0]
+
+async def none_at_all(args, samples):
+    return None
+
+async def builtin_of_all(args, samples):
+    return [2 * reward for reward in await batched_async_rm(args, samples)]
 """
 
 
@@ -133,3 +152,56 @@ def test_a_grader_without_a_verdict_is_counted_not_hidden(make_args, caplog):
         scorer.close()
     assert sample.metadata["reward_failure"] == "the grader took more than 0.5 s grading and was killed"
     assert "sample 3: no verdict on its answer, judged as wrong" in caplog.text
+
+
+# --group-rm ----------------------------------------------------------------------------------------------------------
+
+
+def group(*responses):
+    return [right_sample(index=index, response=response) for index, response in enumerate(responses)]
+
+
+def test_a_group_is_judged_in_one_call_in_its_order(scorer, hooks):
+    import reward_hooks
+
+    rule = RewardRule(f"{hooks}.by_length", None)
+    assert asyncio.run(scorer.score_group(group("abcd", "ab", "abc"), rule)) == [1.0, 0.5, 0.75]
+    assert reward_hooks.calls == [[0, 1, 2]]
+    assert asyncio.run(scorer.score_group(group("a", "b"), RewardRule(f"{hooks}.as_array", None))) == [1.0, 1.0]
+
+
+def test_in_a_group_a_samples_own_function_goes_first(scorer, hooks):
+    import reward_hooks
+
+    samples = group("abcd", "ab", "abc", "a")
+    samples[1].custom_rm_path = f"{hooks}.as_array"
+    rewards = asyncio.run(scorer.score_group(samples, RewardRule(f"{hooks}.by_length", None)))
+    assert rewards == [1.0, 1.0, 0.75, 0.25] and reward_hooks.calls == [[0, 2, 3]]
+
+
+def test_a_group_without_a_function_is_judged_by_rule(scorer):
+    samples = group("\\boxed{2}", "\\boxed{3}", "no box")
+    assert asyncio.run(scorer.score_group(samples, RewardRule(None, "math"))) == [1.0, 0.0, 0.0]
+
+
+def test_a_function_of_a_group_may_ask_the_built_in_rewards(scorer, hooks):
+    samples = group("\\boxed{2}", "\\boxed{1+1}", "\\boxed{3}")
+    assert asyncio.run(scorer.score_group(samples, RewardRule(f"{hooks}.builtin_of_all", None))) == [2.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("too_few", "1 rewards"), ("none_at_all", "None")])
+def test_a_function_that_forgets_samples_is_an_error(scorer, hooks, name, shown):
+    message = f"reward_hooks.{name} returned {shown} for a group of 2 samples: with --group-rm it must return a list"
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(scorer.score_group(group("a", "b"), RewardRule(f"{hooks}.{name}", None)))
+
+
+def test_a_failure_of_a_rule_with_a_dict_keeps_its_form(make_args):
+    scorer = RewardScorer(make_args(), graders=GraderPool(time_limit_s=0.5, size=1))
+    sample = right_sample(response="Answer: 99999999!", label="x+1")
+    try:
+        reward = asyncio.run(scorer.score(sample, RewardRule(None, "dapo")))
+    finally:
+        scorer.close()
+    assert reward == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert "TooLarge: the answer has a factorial above 3000!" in sample.metadata["reward_failure"]

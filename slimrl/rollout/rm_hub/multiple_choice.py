@@ -10,7 +10,7 @@ from slimrl.rollout.rm_hub.boxed import last_boxed
 LETTERS = "ABCDEFGHIJ"
 _SAID = re.compile(
     r"(?:answer|choice|option)(?:\s+(?:is|would\s+be|must\s+be))?\s*[:=]?\s*\**\s*(?:is\s*:?\s*)?"
-    r"(?:option|choice)?\s*[\[({*$\\]*\s*(?:text\{)?\(?([A-Za-z])\)?(?![A-Za-z'])",
+    r"(?:option|choice)?\s*[\[({*$\\]*\s*(?:text\{)?(?:\((\w)\)|(?-i:([A-Z])))(?![A-Za-z'])",
     re.IGNORECASE,
 )
 _ALONE = re.compile(r"[\s*_`$(\[{]*(?:\\text\{)?\(?([A-Za-z])[)\]}.:*_`$\s]*")
@@ -64,7 +64,8 @@ def chosen_letter(response: str, letters: list[str]) -> str | None:
         match = pattern.match(text)
         if match is not None and match[1].upper() in letters and (pattern is _LEADING or match.end() == len(text)):
             return match[1].upper()
-    said = [letter.upper() for letter in _SAID.findall(response) if letter.upper() in letters]
+    named = [(one or other).upper() for one, other in _SAID.findall(response)]
+    said = [letter for letter in named if letter in letters]
     if said:
         return said[-1]
     lines = [line for line in response.splitlines() if line.strip()]
@@ -94,4 +95,4 @@ def _right_letter(label: Any, letters: list[str], choices: dict[str, str]) -> st
 
 
 def _words(text: str) -> str:
-    return " ".join(re.findall(r"[\w.+-]+", text.casefold()))
+    return " ".join(re.findall(r"[+-]?\w+(?:[.+-]\w+)*", text.casefold()))

@@ -19,6 +19,7 @@ DIGITS = 40
 MAX_EXPONENT = 10_000
 MAX_FACTORIAL = 3_000
 MAX_NODES = 3_000
+MAX_CHARS = 800  # the parser takes a second for some texts of twice the length
 
 _POINTS = 8
 _TOLERANCE = sympy.Float(10) ** (-DIGITS // 2)
@@ -37,13 +38,18 @@ _WHOLE = [LatexExtractionConfig(boxed_match_priority=0)]
 _CONSTANTS = {"i": sympy.I, "e": sympy.E}
 
 
+# what takes as many steps as its arguments say
+_COUNTED = (sympy.binomial, sympy.gamma, sympy.Product, sympy.fibonacci, sympy.harmonic)
+
+
 class TooLarge(Exception):
     """An expression whose evaluation would take more digits or steps than an answer deserves."""
 
 
 def warm_up() -> None:
     """Reads one expression, so that the parser's tables are built before a time limit runs."""
-    logging.disable(logging.CRITICAL)  # the library logs every answer that it cannot read
+    for library in ("math_verify", "latex2sympy2_extended"):  # which log every answer that they cannot read
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     equal("\\frac{x+1}{2}", "\\sqrt{2}")
 
 
@@ -52,6 +58,8 @@ def equal(answer: str, label: str) -> bool:
 
     Text that cannot be read as mathematics is unequal. Raises TooLarge, and whatever SymPy raises on a hostile text.
     """
+    if max(len(answer), len(label)) > MAX_CHARS:
+        raise TooLarge(f"an expression has more than {MAX_CHARS} characters")
     first, second = map(_read, _told_apart(answer, label))
     if first is None or second is None:
         return False
@@ -112,6 +120,8 @@ def _check_size(expression: sympy.Basic) -> None:
             raise TooLarge(f"the answer has an exponent above {MAX_EXPONENT}")
         if isinstance(node, sympy.factorial | sympy.factorial2) and _log10(node.args[0]) > math.log10(MAX_FACTORIAL):
             raise TooLarge(f"the answer has a factorial above {MAX_FACTORIAL}!")
+        if isinstance(node, _COUNTED) and any(_log10(part) > math.log10(MAX_EXPONENT) for part in node.args):
+            raise TooLarge(f"the answer has {type(node).__name__} of a number above {MAX_EXPONENT}")
 
 
 def _log10(expression: sympy.Basic) -> float:

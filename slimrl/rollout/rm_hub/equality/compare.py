@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from slimrl.rollout.rm_hub.equality import intervals, structure, words
-from slimrl.rollout.rm_hub.equality.rationals import rational
+from slimrl.rollout.rm_hub.equality.rationals import at_once, rational
 from slimrl.rollout.rm_hub.equality.spelling import clean, tight
 from slimrl.rollout.rm_hub.equality.units import conversion, measure, split_unit
 
@@ -36,6 +36,9 @@ def answers_equal(answer: str, label: str, algebra: Algebra) -> bool:
         return bool(answer.strip())
     if len(answer) > MAX_CHARS or len(label) > MAX_CHARS:
         return False
+    values = at_once(answer), at_once(label)
+    if None not in values:
+        return values[0] == values[1]
     answer, label = clean(answer), clean(label)
     if not answer or not label:
         return False

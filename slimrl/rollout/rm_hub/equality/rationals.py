@@ -28,6 +28,11 @@ _DIVISORS = re.compile(r"\\?(?:(?:text|operatorname)\s*\{\s*)?(gcd|lcm)\s*\}?\s*
 _BRACKETED = re.compile(r"([+-]*)[({]([^(){}]*)[)}]")
 
 
+def at_once(text: str) -> Fraction | None:
+    """The value of a plain number, decimal or fraction that needs no cleaning, which most answers are."""
+    return rational(text.strip().strip("$").replace("\\dfrac", "\\frac"))
+
+
 def rational(text: str) -> Fraction | None:
     """The exact value of a number spelled as `clean` leaves it; None for anything else, division by zero included."""
     text = text.strip()

@@ -106,6 +106,8 @@ _QUALIFIER = re.compile(
     r"(?<=\S)\s*,?\s*(?:\\text\s*\{[^{}]*\}\s*|where\s+|for\s+)?[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?(?:\^\+|_\+)?$"
 )
 _WHOLE_LIST = re.compile(r"\\text\s*\{((?:[^{}]*(?:,|\band\b|\bor\b)|\s*[-+$]?\.?\d)[^{}]*)\}")
+# most answers hold no command, and then half of the rules have nothing to do
+_RULES = tuple((pattern, replacement, pattern.pattern.startswith("\\\\")) for pattern, replacement in _SYNONYMS)
 _TIDY = (
     (re.compile(r"\s*([+\-*/=<>,;()\[\]{}^_|%!])\s*"), r"\1"),
     (re.compile(r"(\\[a-zA-Z]+)\s+(?=[^a-zA-Z])"), r"\1"),
@@ -129,8 +131,10 @@ def clean(text: str) -> str:
     text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _MARKED_THOUSANDS.sub("", text)
     text = _SPACING.sub(" ", _LAYOUT.sub("", text))
-    for pattern, replacement in _SYNONYMS:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement, of_commands in _RULES:
+        # to search first is cheaper than to replace nothing
+        if (not of_commands or "\\" in text) and pattern.search(text):
+            text = pattern.sub(replacement, text)
     if re.search(r"[<>=]|\\[lg]e(?![a-zA-Z])", text):
         text = re.sub(r"\\l(and|or)(?![a-zA-Z])", r" \1 ", text)
     text = _unwrapped(text)
@@ -148,7 +152,8 @@ def clean(text: str) -> str:
 def tight(text: str) -> str:
     """`text` as `clean` gives it, without the spaces that mean nothing: for comparing spellings."""
     for pattern, replacement in _TIDY:
-        text = pattern.sub(replacement, text)
+        if pattern.search(text):
+            text = pattern.sub(replacement, text)
     return text.strip()
 
 

@@ -65,4 +65,4 @@ def occurrences(text: str, phrase: str) -> int:
 
 def _abbreviates(before: str) -> bool:
     word = before.rsplit(None, 1)[-1].casefold().lstrip("(\"'*") if before.split() else ""
-    return word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha() and word != "i")
+    return word in _ABBREVIATIONS or re.search(r"(?<!\w)[A-HJ-Z]$", before) is not None

@@ -1,0 +1,132 @@
+"""The rule rewards beside math: multiple choice, word overlap, the answer line; each against a hand count."""
+
+import pytest
+
+from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub import multiple_choice, rules
+from slimrl.rollout.rm_hub.builtin import _NEEDS, builtin_types
+from slimrl.rollout.rm_hub.overlap import f1
+
+
+def judge(rm_type, response, label, metadata=None):
+    rule = rm_type.removeprefix("boxed_")
+    sample = Sample(prompt="q", response=response, label=label, metadata=metadata or {})
+    request = {"rule": rule, "boxed": rm_type != rule, "response": response, **_NEEDS[rule](sample)}
+    return rules.judge(request, lambda answer, label: False)
+
+
+def test_every_rule_that_can_be_asked_for_is_there():
+    assert set(builtin_types()) == {*rules._RULES, "random", "remote_rm"}
+
+
+# dapo ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "right", "pred"),
+    [
+        ("thinking\nAnswer: 34", True, "34"),
+        ("answer : $34$", True, "$34$"),
+        ("Answer: 33\nAnswer: \\boxed{34}", True, "34"),
+        ("Answer: 34\nAnswer: 35", False, "35"),
+        ("Answer: 34" + " " * 301, False, "[INVALID]"),
+        ("it is 34", False, "[INVALID]"),
+        ("\\boxed{34}", False, "[INVALID]"),
+    ],
+)
+def test_dapo_judges_the_last_answer_line_near_the_end(response, right, pred):
+    assert judge("dapo", response, "34") == {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+@pytest.mark.parametrize("label", ["0.5", "\\frac{1}{2}", 0.5])
+def test_dapo_labels_need_not_be_whole_numbers(label):
+    assert judge("dapo", "Answer: 1/2", label)["score"] == 1.0
+    assert judge("dapo", "Answer: 0", label)["score"] == -1.0
+
+
+def test_dapo_with_the_prefix_boxed_judges_the_box():
+    assert judge("boxed_dapo", "so \\boxed{34}.", "34")["score"] == 1.0
+    assert judge("boxed_dapo", "Answer: 34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+
+
+# f1 ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "score"),
+    [
+        ("The cat.", "cat", 1.0),
+        ("a black cat", "the white cat", 0.5),  # 1 of 2 words on each side
+        ("cat cat dog", "cat", 0.5),  # P = 1/3, R = 1
+        ("dog", "cat", 0.0),
+        ("yes", "yes", 1.0),
+        ("yes it is", "yes", 0.0),
+        ("", "cat", 0.0),
+    ],
+)
+def test_f1_equals_the_hand_count(answer, label, score):
+    assert f1(answer, label) == pytest.approx(score)
+
+
+def test_f1_takes_the_best_of_several_labels():
+    assert judge("f1", "a black cat", ["dog", "black cat"]) == 1.0
+    assert judge("boxed_f1", "a long story \\boxed{black cat}", "black cat") == 1.0
+
+
+@pytest.mark.parametrize("label", [None, 3, [], ["a", 3]])
+def test_f1_labels_that_are_no_text_are_an_error(label):
+    with pytest.raises(ValueError, match="f1 rewards need a text or a list of them"):
+        judge("f1", "x", label)
+
+
+# gpqa ----------------------------------------------------------------------------------------------------------------
+
+CHOICES = {"choices": ["1.5 eV", "2.5 eV", "the electron", "the electron and the hole"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("The answer is B", "B"),
+        ("Answer: **B**", "B"),
+        ("the correct option is $\\text{B}$", "B"),
+        ("The final answer is $\\boxed{B}$", "B"),
+        ("\\boxed{\\text{(B)}}", "B"),
+        ("\\boxed{B. 2.5 eV}", "B"),
+        ("A looks good, but the answer is C. No: the answer is B.", "B"),
+        ("I think\n\nB", "B"),
+        ("I think\n(B)", "B"),
+        ("B. 2.5 eV", "B"),
+        ("Among (A) and (B) it has to be (B)", "B"),
+        ("A wave is an excitation", None),
+        ("the answer is a wave", None),
+        ("no idea", None),
+    ],
+)
+def test_the_letter_that_a_response_settles_on(response, letter):
+    assert multiple_choice.chosen_letter(response, ["A", "B", "C", "D"]) == letter
+
+
+@pytest.mark.parametrize("label", ["B", "(b)", 1, "1", "2.5 eV", "\\boxed{B}"])
+def test_the_right_choice_may_be_given_as_letter_number_or_text(label):
+    assert judge("gpqa", "<think>(A)?</think> The answer is (B)", label, CHOICES) == 1.0
+    assert judge("gpqa", "The answer is (A)", label, CHOICES) == 0.0
+
+
+def test_a_response_without_a_letter_is_judged_by_the_choice_it_spells_out():
+    assert judge("gpqa", "It has to be 2.5 eV.", "B", CHOICES) == 1.0
+    assert judge("gpqa", "It is the electron and the hole", "D", CHOICES) == 1.0
+    assert judge("gpqa", "It is the electron and the hole", "C", CHOICES) == 0.0
+    assert judge("gpqa", "It has to be 2.5 eV.", "B") == 0.0
+
+
+def test_metadata_may_name_the_letter_and_those_in_use():
+    metadata = {"correct_letter": "B", "valid_letters": ["A", "B"]}
+    assert judge("gpqa", "The answer is B", None, metadata) == 1.0
+    assert multiple_choice.chosen_letter("the answer is D", ["A", "B"]) is None
+
+
+def test_a_label_that_fits_no_choice_is_an_error():
+    with pytest.raises(ValueError, match="gpqa rewards need one of the letters A, B, C, D, the number"):
+        judge("gpqa", "B", "3.5 eV", CHOICES)
