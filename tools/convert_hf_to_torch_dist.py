@@ -5,7 +5,8 @@
     python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint model-in --save model_torch_dist
 
 The model flags must describe the model in config.json. --hf-checkpoint is a folder or a model id (org/name), which
-is downloaded. Weights keep their dtype unless --bf16 or --fp16 is given. -f or --force replaces an existing output.
+is downloaded. Weights keep their dtype unless --bf16 or --fp16 is given. -f or --force replaces an older output, but
+no folder that holds anything else.
 Runs on any machine, with or without a GPU; the model is never in memory as a whole. Several processes share the work
 where torchrun starts them:
 

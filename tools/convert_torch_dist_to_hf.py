@@ -69,7 +69,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="take tensors that the checkpoint lacks from the origin (default: refuse)",
     )
-    parser.add_argument("-f", "--force", action="store_true", help="replace an existing output folder")
+    parser.add_argument(
+        "-f",
+        "--force",
+        action="store_true",
+        help="replace an older output; a folder that holds anything else is refused",
+    )
     return parser.parse_args(argv)
 
 

@@ -31,6 +31,7 @@ from slimrl.tiny.task import Addition, split_additions
 from slimrl.tiny.tokenizer import build_tokenizer
 from slimrl.tiny.warm_start import WarmStart, greedy_accuracy, warm_start
 
+OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # beside the folder "model"
 SHAPE_FLAGS = (
     "num_layers",
     "hidden_size",
@@ -45,7 +46,7 @@ SHAPE_FLAGS = (
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--force", action="store_true", help="replace an existing output folder")
+    parser.add_argument("--force", action="store_true", help="replace a tiny model made earlier")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the warm start (default 0)")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="a named shape (default tiny)")
     for name in SHAPE_FLAGS:
@@ -68,6 +69,20 @@ def size_from(args: argparse.Namespace) -> TinySize:
     return dataclasses.replace(SIZES[args.size], tied=not args.untie, **given)
 
 
+def in_the_way(folder: Path, *, force: bool) -> str | None:
+    """Why nothing can be written to `folder`, None where it can."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        return f"--output-dir {folder} is a file; choose a folder"
+    if not force:
+        return f"--output-dir {folder} exists; remove it, choose another or add --force"
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in ("model", *OWN_FILES))
+    if foreign:
+        return f"--output-dir {folder} also holds {foreign[0]}, which is no part of a tiny model; choose another folder"
+    return None
+
+
 def write_rows(path: Path, problems: list[Addition]) -> None:
     path.write_text("".join(json.dumps(problem.row()) + "\n" for problem in problems), encoding="utf-8")
 
@@ -76,8 +91,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.disable_progress_bar()
-    if args.output_dir.exists() and not args.force:
-        print(f"--output-dir {args.output_dir} exists; remove it, choose another or add --force", file=sys.stderr)
+    if problem := in_the_way(args.output_dir, force=args.force):
+        print(problem, file=sys.stderr)
         return 2
     shaped = [name for name in SHAPE_FLAGS if vars(args)[name] is not None]
     if args.family and (shaped or args.size != "tiny"):
@@ -101,9 +116,11 @@ def main(argv: list[str]) -> int:
     warm_start(model, tokenizer, train, plan=WarmStart(steps=args.warm_start_steps), seed=args.seed)
     accuracy = greedy_accuracy(model, tokenizer, held_out)
 
-    if args.output_dir.exists():
-        shutil.rmtree(args.output_dir)
     model_dir = args.output_dir / "model"
+    if model_dir.exists():
+        shutil.rmtree(model_dir)
+    for name in OWN_FILES:
+        (args.output_dir / name).unlink(missing_ok=True)
     model.save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
     write_rows(args.output_dir / "train.jsonl", train)

@@ -8,6 +8,7 @@ Needs no model and no GPU; several processes may share the work.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import shutil
 import threading
@@ -22,6 +23,7 @@ from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
 from slimrl.weights.hf_shards import (
     INDEX_NAME,
     MAX_SHARD_BYTES,
+    SINGLE_NAME,
     Shard,
     ShardWriter,
     TensorSpec,
@@ -37,6 +39,7 @@ from slimrl.weights.torch_dist import Scratch, StoredTensor, TorchDistCheckpoint
 
 # what the original folder may hold besides the files a loader of the result wants
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_OWN_FILES = ("config.json", SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)  # beside the original's
 _WORKERS = 2  # threads of one process; each holds one part of one weight at a time
 _ROWS_BYTES = 8 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
 
@@ -70,7 +73,8 @@ def torch_dist_to_hf(
     `add_missing` takes tensors that the checkpoint lacks, or the family's table has no row for, from the origin.
     `on_start` is told the bytes this process writes, and what it returns the bytes of each finished part.
     Raises FileExistsError for an existing output folder without `force`, FileNotFoundError for missing inputs,
-    ValueError naming a tensor that is missing, left over or of a wrong shape, or saying that the disk is too full.
+    ValueError naming a tensor that is missing, left over or of a wrong shape, saying that the disk is too full or,
+    with `force`, naming files in the output folder that are not of a converted model.
     """
     team = team or Team()
     check_apart(output_dir, "--output-dir", origin_hf_dir, "--origin-hf-dir")
@@ -89,7 +93,8 @@ def torch_dist_to_hf(
         shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
         companions = _companions(Path(origin_hf_dir))
         needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in companions)
-        folder = NewFolder(output_dir, replace=force, needed_bytes=needed if team.leads else 0)
+        replace = (*_OWN_FILES, *(glob.escape(path.name) for path in companions)) if force else ()
+        folder = NewFolder(output_dir, replace=replace, needed_bytes=needed if team.leads else 0)
         mine = sorted(shards, key=lambda shard: -shard.nbytes)[team.rank :: team.size]
         on_written = on_start(sum(shard.nbytes - len(shard.header) for shard in mine))
         with team.joined():

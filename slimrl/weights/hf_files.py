@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class HfCheckpoint:
     """
 
     def __init__(self, hf_dir: Path) -> None:
-        """Raises FileNotFoundError for a folder without weights, ValueError for weights quantised otherwise."""
+        """Raises FileNotFoundError for a folder without weights, ValueError for damaged or otherwise quantised ones."""
         self.folder = Path(hf_dir)
         has_config = (self.folder / "config.json").is_file()
         self._block = block_size(read_hf_config(self.folder)) if has_config else None
@@ -110,7 +110,7 @@ class HfCheckpoint:
         path = self._files[name]
         if path not in self._handles:
             opened = contextlib.ExitStack()
-            self._handles[path] = (opened.enter_context(safe_open(path, framework="pt")), opened)
+            self._handles[path] = (opened.enter_context(_opened(path)), opened)
             self._read_bytes[path] = 0
         return self._handles[path][0]
 
@@ -121,8 +121,7 @@ class HfCheckpoint:
     def _find_files(self) -> dict[str, Path]:
         index = self.folder / INDEX_NAME
         if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {name: self.folder / file for name, file in weight_map.items()}
+            files = {name: self.folder / file for name, file in _weight_map(index).items()}
             for path in sorted(set(files.values())):
                 if not path.is_file():
                     raise FileNotFoundError(f"{path} is named in {index} but does not exist: download it again")
@@ -132,8 +131,27 @@ class HfCheckpoint:
             raise FileNotFoundError(
                 f"{self.folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: give a folder with safetensors weights"
             )
-        with safe_open(single, framework="pt") as handle:
+        with _opened(single) as handle:
             return dict.fromkeys(handle.keys(), single)
+
+
+def _opened(path: Path) -> Any:
+    """The file, memory-mapped. Raises ValueError for one that is cut off or something else."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error}): copy or download it again") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError for an index that is cut off or something else."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged ({error}): copy or download it again") from error
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map: copy or download it again")
+    return weight_map
 
 
 class HfWriter:

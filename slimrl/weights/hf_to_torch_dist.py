@@ -45,13 +45,14 @@ def hf_to_torch_dist(
     `blueprint_into` says what the checkpoint holds, and writes megatron-core's own small files into the folder it
     is given. `on_start` is told the bytes of the whole checkpoint, and what it returns those of each written block.
     Raises FileExistsError for an existing, not empty `save_dir` without `force`, FileNotFoundError for missing
-    inputs, ValueError naming a tensor that is missing, left over or of another shape, or for a disk too full.
+    inputs, ValueError naming a tensor that is missing, left over or of another shape, for a disk too full, or, with
+    `force`, for a `save_dir` that holds anything but a converted checkpoint (checkpoints of training, for example).
     """
     team = team or Team()
     check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, shape, family)
-        folder = NewFolder(save_dir, replace=force)
+        folder = NewFolder(save_dir, replace=(RELEASE, TRACKER_NAME) if force else ())
         release = partial_path(save_dir) / RELEASE
         try:
             if team.leads:

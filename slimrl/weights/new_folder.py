@@ -1,9 +1,9 @@
 """A folder that appears whole or not at all: written beside its final place, renamed at the end.
 
-Promises that an interrupted run leaves nothing under the final name, that what exists is never replaced unasked,
-that two runs do not write the same folder at once, and that a full disk is noticed before the work. As with `cp`, the
-kernel decides when the bytes reach the disk: what is written here can be made again from its source. Called by the
-converters.
+Promises that an interrupted run leaves nothing under the final name, that what exists is never replaced unasked, that
+a folder to replace loses no file that is not such an output's, that two runs do not write the same folder at once, and
+that a full disk is noticed before the work. As with `cp`, the kernel decides when the bytes reach the disk: what is
+written here can be made again from its source. Called by the converters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
+
+from slimrl.weights.names import listed
 
 _GIB = 1024**3
 
@@ -20,17 +24,18 @@ _GIB = 1024**3
 class NewFolder:
     """A context manager; `partial` is the folder to write into while it is open."""
 
-    def __init__(self, folder: Path, *, replace: bool = False, needed_bytes: int = 0) -> None:
-        """`replace` allows an existing folder with files in it; `needed_bytes` must be free on its disk.
+    def __init__(self, folder: Path, *, replace: Collection[str] = (), needed_bytes: int = 0) -> None:
+        """`replace` are patterns ("model*.safetensors"): an existing folder that holds nothing else is replaced.
 
-        Raises FileExistsError or NotADirectoryError for what is in the way, ValueError for a disk too full.
+        `needed_bytes` must be free on its disk. Raises FileExistsError or NotADirectoryError for what is in the way,
+        ValueError for other files in a folder to replace, or for a disk too full.
         """
-        self.folder = Path(folder).absolute()
+        self.folder = _real(folder)
         self.partial = partial_path(self.folder)
         self._lock: int | None = None
-        self._check_free(replace)
-        check_space(self.folder, needed_bytes)
         self._replace = replace
+        self._check_free()
+        check_space(self.folder, needed_bytes)
 
     def __enter__(self) -> NewFolder:
         self.open()
@@ -55,32 +60,45 @@ class NewFolder:
     def commit(self) -> None:
         """Puts the folder in its place. Raises FileExistsError where something came there meanwhile."""
         try:
-            self._check_free(self._replace)
+            self._check_free()
             if self.folder.exists():
-                discarded = self.partial.with_suffix(".replaced")
-                shutil.rmtree(discarded, ignore_errors=True)
-                self.folder.rename(discarded)
-                self.partial.rename(self.folder)
-                shutil.rmtree(discarded)
+                self._put_in_place_of_old()
             else:
                 self.partial.rename(self.folder)
-        except OSError:
+        except (OSError, ValueError):
             self.discard()
             raise
         self._release_lock()
+
+    def _put_in_place_of_old(self) -> None:
+        discarded = self.partial.with_suffix(".replaced")
+        shutil.rmtree(discarded, ignore_errors=True)
+        self.folder.rename(discarded)
+        try:
+            self.partial.rename(self.folder)
+        except OSError:
+            discarded.rename(self.folder)
+            raise
+        shutil.rmtree(discarded)
 
     def discard(self) -> None:
         """Removes what was written."""
         shutil.rmtree(self.partial, ignore_errors=True)
         self._release_lock()
 
-    def _check_free(self, replace: bool) -> None:
+    def _check_free(self) -> None:
         if not self.folder.exists():
             return
         if not self.folder.is_dir():
             raise NotADirectoryError(f"{self.folder} is a file: choose another folder")
-        if not replace and any(self.folder.iterdir()):
+        held = sorted(path.name for path in self.folder.iterdir())
+        if held and not self._replace:
             raise FileExistsError(f"{self.folder} exists already and is not empty: choose another folder or remove it")
+        if foreign := [name for name in held if not any(fnmatch(name, pattern) for pattern in self._replace)]:
+            raise ValueError(
+                f"{self.folder} is not replaced, because it also holds {listed(foreign)}, which would be lost: choose"
+                " another folder, or move that away"
+            )
 
     def _take_lock(self) -> None:
         self._lock = os.open(self.partial, os.O_RDONLY)
@@ -104,8 +122,13 @@ class NewFolder:
 
 def partial_path(folder: Path) -> Path:
     """Where `folder` lies while it is written."""
-    folder = Path(folder).absolute()
+    folder = _real(folder)
     return folder.with_name(f".{folder.name}.partial")
+
+
+def _real(folder: Path) -> Path:
+    """Where `folder` lies in truth: a link to a folder stays, and what it names is written."""
+    return Path(folder).resolve()
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import pickle
 import re
 import threading
 from collections import defaultdict
@@ -88,7 +89,10 @@ class TorchDistCheckpoint:
     """One checkpoint folder (`iter_...` or `release`); threads may share one."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError for a folder that is no checkpoint, naming the ones inside it."""
+        """Raises FileNotFoundError for a folder that is no checkpoint, naming the ones inside it.
+
+        Raises ValueError for damaged metadata.
+        """
         self.folder = Path(folder)
         if not (self.folder / _METADATA_NAME).is_file():
             inside = sorted(path.parent.name for path in self.folder.glob(f"*/{_METADATA_NAME}"))
@@ -96,7 +100,7 @@ class TorchDistCheckpoint:
             raise FileNotFoundError(
                 f"{self.folder} is not a torch_dist checkpoint (it has no {_METADATA_NAME}): {mend}"
             )
-        metadata: Metadata = FileSystemReader(self.folder).read_metadata()
+        metadata = _metadata(self.folder)
         self._storage = metadata.storage_data
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: entry
@@ -207,6 +211,8 @@ class TorchDistCheckpoint:
                 f"{path}: {key} is stored compressed ({', '.join(info.transform_descriptors)}), which cannot be read:"
                 " save the checkpoint without transforms"
             )
+        if not path.is_file():
+            raise ValueError(f"{path}, which holds {key}, does not exist: the checkpoint is incomplete")
         with path.open("rb") as file:
             # on the meta device only the archive's directory is read, and says where the values are
             archive = _create_file_view(file, info.offset, info.length)
@@ -225,6 +231,13 @@ class TorchDistCheckpoint:
         with self._lock:
             self._blocks[key, chunk.offsets] = block
         return block
+
+
+def _metadata(folder: Path) -> Metadata:
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{folder / _METADATA_NAME} is damaged ({error}): copy the checkpoint again") from error
 
 
 def _contiguous_begin(part: list[slice], sizes: torch.Size) -> int | None:

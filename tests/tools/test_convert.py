@@ -116,12 +116,21 @@ def test_existing_outputs_are_refused_unless_forced(converted, tmp_path):
     assert refused.returncode == 2
     assert f"{output} exists already" in refused.stderr and "--force" in refused.stderr
     assert (output / "mine.txt").read_text() == "kept"
+    refused = back(converted, output, "--force")
+    assert refused.returncode == 2 and "also holds mine.txt, which would be lost" in refused.stderr
+    assert (output / "mine.txt").read_text() == "kept"
+    (output / "mine.txt").rename(output / "model.safetensors")
     assert back(converted, output, "--force").returncode == 0
-    assert same_tensors(converted / "hf", output) and not (output / "mine.txt").exists()
+    assert same_tensors(converted / "hf", output)
 
     flags = (*model_args("qwen3", tied=True), "--hf-checkpoint", converted / "hf")
     refused = run_tool(TO_TORCH_DIST, *flags, "--save", converted / "torch_dist")
     assert refused.returncode == 2 and "torch_dist exists already" in refused.stderr
+    trained = tmp_path / "run" / "iter_0000100"
+    trained.mkdir(parents=True)
+    refused = run_tool(TO_TORCH_DIST, *flags, "--save", tmp_path / "run", "--force")
+    assert refused.returncode == 2 and "also holds iter_0000100, which would be lost" in refused.stderr
+    assert trained.is_dir()
 
     refused = back(converted, converted, "--force")
     assert refused.returncode == 2 and "which would be lost" in refused.stderr

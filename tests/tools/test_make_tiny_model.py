@@ -79,6 +79,15 @@ def test_an_existing_folder_is_refused_before_anything_is_made(untrained):
     assert (untrained / "model" / "model.safetensors").read_bytes() == before
 
 
+def test_force_replaces_no_folder_that_holds_anything_else(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    done = run_tool("--output-dir", tmp_path, "--force")
+    assert done.returncode == 2 and "also holds thesis.txt" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    done = run_tool("--output-dir", tmp_path / "thesis.txt", "--force")
+    assert done.returncode == 2 and "is a file" in done.stderr
+
+
 def test_heads_that_do_not_divide_into_groups_are_refused(tmp_path):
     done = run_tool("--output-dir", tmp_path / "made", "--num-attention-heads", 6, "--num-query-groups", 4)
     assert done.returncode == 2

@@ -179,3 +179,16 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="exists already"):
         HfWriter(tmp_path / "out")
+
+
+def test_damaged_files_are_named(tmp_path):
+    save_tiny(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for part in (b"", whole[:1000], whole[:-1]):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+            HfCheckpoint(tmp_path)
+    for text, complaint in (('{"weight_m', "is damaged"), ("[]", "is damaged"), ("{}", "has no weight_map")):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"index\.json {complaint}"):
+            HfCheckpoint(tmp_path)

@@ -35,16 +35,45 @@ def test_an_empty_folder_is_filled_and_a_full_one_refused(tmp_path):
         (folder.partial / "a").write_text("1")
     with pytest.raises(FileExistsError, match="out exists already and is not empty"):
         NewFolder(tmp_path / "out")
-    with NewFolder(tmp_path / "out", replace=True) as folder:
+    with NewFolder(tmp_path / "out", replace=["a"]) as folder:
         (folder.partial / "b").write_text("2")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_folder_with_anything_else_in_it_is_never_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("part-1", "part-2", "thesis.txt"):
+        (tmp_path / "out" / name).write_text("precious")
+    with pytest.raises(ValueError, match=r"also holds thesis\.txt, which would be lost"):
+        NewFolder(tmp_path / "out", replace=["part-?"])
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_file_that_came_into_an_old_output_meanwhile_is_kept(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"thesis\.txt"), NewFolder(tmp_path / "out", replace=["part"]):
+        (tmp_path / "out" / "thesis.txt").write_text("precious")
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["old_output", "empty"])
+def test_a_link_to_a_folder_elsewhere_stays_and_its_folder_is_filled(tmp_path, old):
+    (tmp_path / "disk").mkdir()
+    if old:
+        (tmp_path / "disk" / "a").write_text("1")
+    (tmp_path / "out").symlink_to(tmp_path / "disk", target_is_directory=True)
+    with NewFolder(tmp_path / "out", replace=["a"]) as folder:
+        (folder.partial / "b").write_text("2")
+    assert (tmp_path / "out").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["b"]
+
+
 def test_a_file_in_the_way_is_refused_even_with_replace(tmp_path):
     (tmp_path / "out").write_text("precious")
     with pytest.raises(NotADirectoryError, match="is a file"):
-        NewFolder(tmp_path / "out", replace=True)
+        NewFolder(tmp_path / "out", replace=["*"])
 
 
 def test_what_came_into_the_folder_meanwhile_is_not_overwritten(tmp_path):

@@ -130,3 +130,16 @@ def test_the_newest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("13")
     with pytest.raises(FileNotFoundError, match="names iter_0000013, which is not there"):
         resolve_checkpoint(tmp_path)
+
+
+def test_a_missing_file_and_damaged_metadata_are_named(tmp_path):
+    checkpoint = save(tmp_path / "c", block("decoder.w", numbered(4, 4), (0, 0), (4, 4)))
+    for path in (tmp_path / "c").glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"\.distcp, which holds decoder\.w, does not exist"):
+        checkpoint.read(checkpoint.find("decoder.w"))
+    whole = (tmp_path / "c" / ".metadata").read_bytes()
+    for part in (b"", whole[:100]):
+        (tmp_path / "c" / ".metadata").write_bytes(part)
+        with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+            TorchDistCheckpoint(tmp_path / "c")
