@@ -14,6 +14,7 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.metrics import length_statistics, mean, pass_at_k
 from slimrl.rollout.prompts import PromptFormat, PromptSet, load_prompts
 from slimrl.rollout.rm_hub import RewardRule
+from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sampling import SamplingPlan
 from slimrl.rollout.tasks import gather_or_cancel
@@ -60,6 +61,7 @@ class EvalResult:
         return {
             prefix: self.mean_reward,
             f"{prefix}-truncated_ratio": self.truncated_ratio,
+            f"{prefix}-reward_failures": float(sum(REWARD_FAILURE_KEY in sample.metadata for sample in self.samples)),
             **{f"{prefix}-pass@{k}": self.pass_at(k) for k in sorted(powers)},
             **{f"{prefix}/response_len/{name}": value for name, value in lengths.items()},
         }

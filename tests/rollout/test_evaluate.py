@@ -48,6 +48,7 @@ def test_greedy_evaluation_gives_the_accuracy_counted_by_hand(evaluate, make_eva
         {
             "eval/sums": 8 / 12,
             "eval/sums-truncated_ratio": 2 / 12,
+            "eval/sums-reward_failures": 0.0,
             "eval/sums-pass@1": 8 / 12,
             "eval/sums/response_len/mean": (7 * 9 + 5 * 10) / 12,
             "eval/sums/response_len/median": 9.0,

@@ -20,6 +20,7 @@ from slimrl.arguments.rules import (
     pipeline,
     precision,
     required,
+    rewards,
     served,
 )
 from slimrl.arguments.rules.context import Context, Rule
@@ -91,6 +92,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.kl_is_counted_once,
     algorithm.groups_can_be_compared,
     algorithm.reward_is_given,
+    rewards.reward_service_has_an_address,
+    rewards.dict_rewards_have_a_key,
     algorithm.clip_range_is_ordered,
     algorithm.estimator_has_what_it_needs,
     algorithm.off_policy_corrections_are_consistent,
