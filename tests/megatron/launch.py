@@ -52,7 +52,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> list[Any]:
         """`function(rank, world_size, init_method, *arguments)` on every rank; the results in rank order.
 
         The function must be importable (a module's own) and leave torch.distributed closed. Raises RuntimeError
@@ -103,7 +103,7 @@ class RankPool:
                 process.join()
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
     """`RankPool.run` in processes of its own."""
     with RankPool(world_size) as pool:
         return pool.run(function, *arguments, timeout_s=timeout_s)

@@ -60,10 +60,10 @@ def test_every_flag_read_from_the_source_is_the_flag_of_the_real_parser():
 
 
 def test_both_tables_are_read_fast():
-    started = time.perf_counter()
+    started = time.process_time()
     server_flags()
     router_flags()
-    assert time.perf_counter() - started < 1.0  # 0.1 s on an idle core; importing sglang takes 3 s
+    assert time.process_time() - started < 1.0  # 0.1 s on an idle core; importing sglang takes 3 s
 
 
 def test_reading_the_tables_does_not_import_the_engine():

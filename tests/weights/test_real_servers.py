@@ -106,7 +106,7 @@ def whole_model_bytes(folder: Path) -> int:
 
 def push(pool: RankPool, tensor_parallel: int, folder: Path, engines, way: str, version: str, disk: Path) -> list:
     args = tiny_args(tensor_model_parallel_size=tensor_parallel)
-    return pool.run(ranks.push, args, folder, engines, way, version, disk, timeout_s=90)
+    return pool.run(ranks.push, args, folder, engines, way, version, disk, timeout_s=180)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_server_that_refuses_a_broadcast_is_named_and_keeps_its_version(server
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [2]), EngineEndpoint(servers[1], [3])]
     before = ServerControl(servers[1]).weight_version()
-    results = two_ranks.run(ranks.push, args, larger, engines, "split", "7", tmp_path, timeout_s=90)
+    results = two_ranks.run(ranks.push, args, larger, engines, "split", "7", tmp_path, timeout_s=180)
     assert all(isinstance(result, str) and servers[1] in result for result in results), results
     assert ServerControl(servers[1]).weight_version() == before
     # a complete push puts it right
@@ -183,15 +183,17 @@ def test_a_server_that_refuses_a_broadcast_is_named_and_keeps_its_version(server
 
 
 def test_nothing_is_left_in_shared_memory(servers, folders, one_rank, tmp_path):
+    (sender,) = one_rank._processes
     before = {path.name for path in Path("/dev/shm").iterdir()}
     push(one_rank, 1, folders[2], [EngineEndpoint(servers[0], [0])], "colocated", "9", tmp_path)
     left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    assert not [name for name in left if "torch" in name or "slimrl" in name]
+    # other programs may use torch at the same time; the number of its process is part of the name that torch gives
+    assert not [name for name in left if f"torch_{sender.pid}_" in name or "slimrl" in name]
 
 
 def test_a_server_that_dies_of_a_push_is_named_on_every_rank(servers, folders, two_ranks, tmp_path):
     larger = with_larger_vocabulary(folders[1], tmp_path / "larger")
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [0]), EngineEndpoint(servers[2], [1])]
-    results = two_ranks.run(ranks.push, args, larger, engines, "colocated", "10", tmp_path, timeout_s=90)
+    results = two_ranks.run(ranks.push, args, larger, engines, "colocated", "10", tmp_path, timeout_s=180)
     assert all(isinstance(result, str) and "shared tensors failed on http://" in result for result in results), results
