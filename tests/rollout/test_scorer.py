@@ -1,6 +1,7 @@
 """Which reward judges a sample, and what happens when it fails."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -66,8 +67,6 @@ def hooks(tmp_path, monkeypatch):
     (tmp_path / "reward_hooks.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     yield "reward_hooks"
-    import sys
-
     sys.modules.pop("reward_hooks", None)
 
 
@@ -162,21 +161,17 @@ def group(*responses):
 
 
 def test_a_group_is_judged_in_one_call_in_its_order(scorer, hooks):
-    import reward_hooks
-
     rule = RewardRule(f"{hooks}.by_length", None)
     assert asyncio.run(scorer.score_group(group("abcd", "ab", "abc"), rule)) == [1.0, 0.5, 0.75]
-    assert reward_hooks.calls == [[0, 1, 2]]
+    assert sys.modules[hooks].calls == [[0, 1, 2]]
     assert asyncio.run(scorer.score_group(group("a", "b"), RewardRule(f"{hooks}.as_array", None))) == [1.0, 1.0]
 
 
 def test_in_a_group_a_samples_own_function_goes_first(scorer, hooks):
-    import reward_hooks
-
     samples = group("abcd", "ab", "abc", "a")
     samples[1].custom_rm_path = f"{hooks}.as_array"
     rewards = asyncio.run(scorer.score_group(samples, RewardRule(f"{hooks}.by_length", None)))
-    assert rewards == [1.0, 1.0, 0.75, 0.25] and reward_hooks.calls == [[0, 2, 3]]
+    assert rewards == [1.0, 1.0, 0.75, 0.25] and sys.modules[hooks].calls == [[0, 2, 3]]
 
 
 def test_a_group_without_a_function_is_judged_by_rule(scorer):
