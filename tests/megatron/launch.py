@@ -1,18 +1,27 @@
-"""Runs functions on N processes that form one torch.distributed world, with a time limit."""
+"""Runs functions on N processes that form one torch.distributed world, with a time limit.
+
+Every call has processes of its own, so that nothing of one job is there in the next: process groups keep threads, which
+go on spinning on their closed sockets for as long as anything refers to them. They are forked off a server that has
+imported the heavy packages once, so that a call costs little more than its own work.
+"""
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
+
+# imported by the server; none of them starts a thread
+_HEAVY = ["slimrl.megatron.trainer", "slimrl.weights.sync", "transformers"]
 
 
 def free_port() -> int:
@@ -23,50 +32,44 @@ def free_port() -> int:
 
 
 class RankPool:
-    """N processes that stay alive between calls, so that imports are paid for once. Use as a context manager."""
+    """Starts N ranks for each call. Use as a context manager: leaving it ends ranks that are still at work."""
 
     def __init__(self, world_size: int):
-        context = multiprocessing.get_context("spawn")
         self.world_size = world_size
+        self.processes: list[ForkServerProcess] = []
         self._connections: list[Connection] = []
-        self._processes = []
-        # Set here, because OpenMP reads it while a child imports torch, before any of our code runs there.
-        threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._connections.append(ours)
-                self._processes.append(process)
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
 
     def __enter__(self) -> RankPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.kill()
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> list[Any]:
         """`function(rank, world_size, init_method, *arguments)` on every rank; the results in rank order.
 
-        The function must be importable (a module's own) and leave torch.distributed closed. Raises RuntimeError
-        with the traceback of the first rank that failed, TimeoutError after `timeout_s`; the pool is closed then.
+        The function must be importable (a module's own). Raises RuntimeError with the traceback of the first rank that
+        failed, TimeoutError after `timeout_s`.
         """
         # Through a file: a port that is free now may be taken before the ranks meet there.
         with tempfile.TemporaryDirectory() as folder:
-            for connection in self._connections:
-                connection.send((function, f"file://{folder}/store", arguments))
+            self._start(function, f"file://{folder}/store", arguments)
             try:
                 return self._collect(time.monotonic() + timeout_s)
-            except (RuntimeError, TimeoutError):
-                self.close()
-                raise
+            finally:
+                self.kill()
+
+    def _start(self, function: Callable[..., Any], init_method: str, arguments: tuple[Any, ...]) -> None:
+        context = _server()
+        # Plain pickle: multiprocessing's own would hand tensors over as handles into memory of a process that ends.
+        call = pickle.dumps((function, init_method, arguments))
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.world_size, theirs, call), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
 
     def _collect(self, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -78,7 +81,7 @@ class RankPool:
             for connection in ready:
                 rank = waiting[connection]
                 try:
-                    succeeded, value = connection.recv()
+                    succeeded, value = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     raise RuntimeError(f"rank {rank} died without a result") from None
                 if not succeeded:
@@ -87,40 +90,36 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def kill(self) -> None:
-        """SIGKILL every rank, as a power cut would."""
-        for process in self._processes:
+        """SIGKILL every rank, as a power cut would; those that have answered are done anyway."""
+        for process in self.processes:
             process.kill()
             process.join()
-
-    def close(self) -> None:
-        """End every process; none outlives this."""
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self.processes, self._connections = [], []
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
-    """`RankPool.run` in processes of its own."""
+    """`RankPool.run` once."""
     with RankPool(world_size) as pool:
         return pool.run(function, *arguments, timeout_s=timeout_s)
 
 
-def _serve(rank: int, world_size: int, connection: Connection) -> None:
-    """Answer calls until the other end hangs up."""
-    while True:
-        try:
-            function, init_method, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = (True, function(rank, world_size, init_method, *arguments))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        connection.send(answer)
-        # Process groups end with their last reference, and one that is left over spins on its closed sockets.
-        del answer, function, arguments
-        gc.collect()
+def _server() -> ForkServerContext:
+    """The server that ranks are forked off; it starts with the first rank and ends with this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_HEAVY)
+    # Set here, because OpenMP reads it while the server imports torch, before any of our code runs there.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return context
+
+
+def _work(rank: int, world_size: int, connection: Connection, call: bytes) -> None:
+    """Answer one call."""
+    try:
+        function, init_method, arguments = pickle.loads(call)
+        answer = (True, function(rank, world_size, init_method, *arguments))
+    except Exception:
+        answer = (False, traceback.format_exc())
+    connection.send_bytes(pickle.dumps(answer))
+    connection.close()

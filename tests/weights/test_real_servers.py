@@ -183,12 +183,10 @@ def test_a_server_that_refuses_a_broadcast_is_named_and_keeps_its_version(server
 
 
 def test_nothing_is_left_in_shared_memory(servers, folders, one_rank, tmp_path):
-    (sender,) = one_rank._processes
     before = {path.name for path in Path("/dev/shm").iterdir()}
     push(one_rank, 1, folders[2], [EngineEndpoint(servers[0], [0])], "colocated", "9", tmp_path)
     left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    # other programs may use torch at the same time; the number of its process is part of the name that torch gives
-    assert not [name for name in left if f"torch_{sender.pid}_" in name or "slimrl" in name]
+    assert not [name for name in left if name.startswith("torch_") or "slimrl" in name]
 
 
 def test_a_server_that_dies_of_a_push_is_named_on_every_rank(servers, folders, two_ranks, tmp_path):
