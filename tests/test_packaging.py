@@ -100,7 +100,7 @@ def imported(paths: Iterable[Path]) -> set[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add(node.module.split(".")[0])
-    found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "train", "train_async"}
+    found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
     found -= {tool.stem for tool in (ROOT / "tools").glob("*.py")}
     # stand beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
     found -= {"sgl_kernel", "transformer_engine"}
