@@ -8,7 +8,7 @@
 #   --seed N         of the model, the data and the run (default 0)
 #   --split          training and generation on slots of their own, instead of taking turns on the same ones
 #   --async          as --split, and the next rollout is generated while this one is trained on
-#   --run-name NAME  write to runs/NAME (default quickstart); what an earlier run left there is replaced
+#   --run-name NAME  write to runs/NAME (default quickstart); what an earlier quickstart left there is replaced
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/lib/say.sh
@@ -32,12 +32,17 @@ while (($#)); do
 done
 [[ $SEED =~ ^[0-9]+$ ]] || fail 2 "--seed $SEED is not a whole number"
 [[ $RUN_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $RUN_NAME is no plain folder name"
+RUN=$PWD/runs/$RUN_NAME
+if [[ -n $(find "$RUN" -mindepth 1 -print -quit 2>/dev/null) && ! -d $RUN/tiny ]]; then
+   fail 2 "runs/$RUN_NAME holds something else than a quickstart, which would be lost; choose another --run-name"
+fi
 
 prepare_environment
 # The tiny model is for the CPU, also where there is a GPU. One thread per process: there are more processes than cores.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# On this machine alone, also where a job of several pods runs it.
+unset WORLD_SIZE RANK
 
-RUN=$PWD/runs/$RUN_NAME
 TINY=$RUN/tiny
 mkdir -p runs
 exec 8>"runs/.$RUN_NAME.lock"

@@ -52,10 +52,11 @@ recipe_model() {
 recipe_run() {
    local entry=$1 slots=$GPUS_PER_NODE prefix=()
    if [[ $TINY == yes ]]; then
+      # On this machine alone, also where a job of several pods runs it.
+      unset RAY_ADDRESS WORLD_SIZE RANK
       recipe_tiny
       slots=4
       prefix=(env "CUDA_VISIBLE_DEVICES=")
-      unset RAY_ADDRESS
    fi
    ray_begin --num-gpus "$slots" ${TINY:+--object-store-memory 200000000}
    ray_job "${prefix[@]}" python3 "$entry" \

@@ -32,9 +32,12 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give the folder of a Hugging Face model")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): download the file again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object: download the file again")
+    return config
 
 
 class HfCheckpoint:

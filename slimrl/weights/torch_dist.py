@@ -78,10 +78,11 @@ def resolve_checkpoint(folder: Path) -> Path:
     tracker = folder / TRACKER_NAME
     if (folder / _METADATA_NAME).is_file() or not tracker.is_file():
         return folder
-    named = tracker.read_text(encoding="utf-8").strip()
+    named = tracker.read_text(encoding="utf-8", errors="replace").strip()
     found = folder / (f"iter_{int(named):07d}" if named.isdigit() else named)
-    if not found.is_dir():
-        raise FileNotFoundError(f"{tracker} names {found.name}, which is not there: give the folder of a checkpoint")
+    if not named or not found.is_dir():
+        shown = found.name if named else "no folder"
+        raise FileNotFoundError(f"{tracker} names {shown}, which is not there: give the folder of a checkpoint")
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -11,6 +12,20 @@ import pytest
 from tests.end_to_end import harness
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_folder_that_holds_something_else_is_not_replaced():
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    trained = ROOT / "runs" / name / "checkpoints"
+    trained.mkdir(parents=True)
+    try:
+        command = ["bash", "scripts/quickstart.sh", "--run-name", name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert f"runs/{name} holds something else than a quickstart" in done.stderr
+        assert trained.is_dir()
+    finally:
+        shutil.rmtree(trained.parent)
 
 
 @pytest.mark.slow

@@ -188,6 +188,11 @@ def test_damaged_files_are_named(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(part)
         with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
             HfCheckpoint(tmp_path)
+    for content in (b"[]", b"{", b"\xff\xfe"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"config\.json is not (valid JSON|a JSON object)"):
+            read_hf_config(tmp_path)
+    (tmp_path / "config.json").unlink()
     for text, complaint in (('{"weight_m', "is damaged"), ("[]", "is damaged"), ("{}", "has no weight_map")):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(ValueError, match=rf"index\.json {complaint}"):

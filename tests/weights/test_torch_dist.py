@@ -130,6 +130,10 @@ def test_the_newest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("13")
     with pytest.raises(FileNotFoundError, match="names iter_0000013, which is not there"):
         resolve_checkpoint(tmp_path)
+    for torn in (b"", b"\xff"):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(torn)
+        with pytest.raises(FileNotFoundError, match=r"iteration\.txt names .*, which is not there"):
+            resolve_checkpoint(tmp_path)
 
 
 def test_a_missing_file_and_damaged_metadata_are_named(tmp_path):
