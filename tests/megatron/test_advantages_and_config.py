@@ -195,7 +195,6 @@ def test_every_field_of_megatrons_configurations_is_a_flag_with_its_default(kind
 # they say what holds here in any case, as older scripts spell it
 SAYS_WHAT_HOLDS = {
     "train_backend",
-    "data_source_path",
     "add_position_embedding",
     "use_rotary_position_embeddings",
     "dist_ckpt_optim_fully_reshardable",
