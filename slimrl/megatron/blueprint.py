@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -51,7 +52,8 @@ def model_blueprint(args: Arguments, folder: Path | None = None) -> Blueprint:
     Opens and closes torch.distributed and megatron-core's groups for this process alone; `args` must ask for no
     parallelism. Also writes megatron-core's own small files of a checkpoint into `folder` where it is given.
     """
-    state = parallel.initialize(args, rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+    # a store of this process' own: by an address torch would take that of torchrun, in which nobody would answer
+    state = parallel.initialize(args, rank=0, world_size=1, init_method=dist.HashStore())
     try:
         with _WithoutMemory():
             model = build_model(args, dataclasses.replace(state, device=torch.device("meta")))

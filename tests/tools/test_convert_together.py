@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,12 @@ from tests.weights.models import save_tiny
 FLAGS = model_args("qwen3", tied=False)
 
 
-def start(tool: str, arguments: list[object], **environment: object) -> subprocess.Popen[str]:
+def start(
+    tool: str, arguments: list[object], launcher: Sequence[str] = (), **environment: object
+) -> subprocess.Popen[str]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "tools" / tool), *map(str, arguments)],
+        [sys.executable, *launcher, str(ROOT / "tools" / tool), *map(str, arguments)],
         env=variables | {name: str(value) for name, value in environment.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -44,6 +46,18 @@ def run_together(tool: str, by_rank: list[list[object]]) -> list[tuple[int, str,
         for process in processes:
             process.kill()
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def run_by_torchrun(tool: str, arguments: list[object]) -> tuple[int, str, str]:
+    """Exit code, output and errors of two processes that the real torchrun starts."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = start(tool, arguments, launcher)
+    try:
+        output, errors = process.communicate(timeout=200)
+    finally:
+        process.terminate()  # torchrun ends its processes
+        process.wait()
+    return process.returncode, output, errors
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +81,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_two_processes_write_the_checkpoint_that_one_writes(alone, tmp_path):
     arguments = [*FLAGS, "--hf-checkpoint", alone / "hf", "--save", tmp_path / "torch_dist"]
-    results = run_together("convert_hf_to_torch_dist.py", [arguments, arguments])
-    assert [code for code, _, _ in results] == [0, 0], results
-    assert "wrote" in results[0][1] and "wrote" not in results[1][1]
+    code, output, errors = run_by_torchrun("convert_hf_to_torch_dist.py", arguments)
+    assert code == 0, errors
+    assert output.count("wrote") == 1
     release = tmp_path / "torch_dist" / "release"
     assert {path.name.split("_")[2] for path in release.glob("*.distcp")} == {"0", "1"}  # files of both
     mine, theirs = read_everything(release), read_everything(alone / "torch_dist" / "release")
@@ -83,8 +97,9 @@ def test_two_processes_write_the_checkpoint_that_one_writes(alone, tmp_path):
 def test_two_processes_write_the_folder_that_one_writes_byte_for_byte(alone, tmp_path):
     arguments = ["--input-dir", alone / "torch_dist", "--origin-hf-dir", alone / "hf", "--chunk-size", 30000]
     arguments += ["--output-dir", tmp_path / "back"]
-    results = run_together("convert_torch_dist_to_hf.py", [arguments, arguments])
-    assert [code for code, _, _ in results] == [0, 0], results
+    code, output, errors = run_by_torchrun("convert_torch_dist_to_hf.py", arguments)
+    assert code == 0, errors
+    assert output.count("wrote") == 1
     files = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
     assert len(files) > 4 and files == {path.name: path.read_bytes() for path in (alone / "back").iterdir()}
     index = json.loads(files["model.safetensors.index.json"])
