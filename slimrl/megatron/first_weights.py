@@ -12,18 +12,13 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.rules.checkpoints import is_hf_model
 from slimrl.megatron import checkpoint
-from slimrl.megatron.checkpoint_folder import TRACKER_NAME
 from slimrl.megatron.parallel import ParallelState
 from slimrl.weights.families import family_for
 from slimrl.weights.hf_files import read_hf_config
 from slimrl.weights.load import load_hf_checkpoint
 from slimrl.weights.shape import ModelShape
-
-
-def is_hf_folder(folder: Path) -> bool:
-    """True where `folder` holds a Hugging Face model and not a checkpoint of training."""
-    return (folder / "config.json").is_file() and not (folder / TRACKER_NAME).is_file()
 
 
 def load_first_weights(
@@ -34,7 +29,7 @@ def load_first_weights(
     Each rank reads its own part only. Raises FileNotFoundError for an absent checkpoint and ValueError where its
     tensors are not those of the flags.
     """
-    if not is_hf_folder(folder):
+    if not is_hf_model(folder):
         checkpoint.load_stages(stages, folder, step)
         return
     load_hf_checkpoint(

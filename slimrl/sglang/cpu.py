@@ -116,21 +116,22 @@ def mend() -> Any:
     from sglang.srt.arg_groups import choices
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.utils import weight_checker, weight_checker_comparator
+    from torch.library import Library
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     # it would put Triton kernels in place of torch's, which give equal tokens alone and in a batch here (tested)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    operators = Library("sgl_kernel", "FRAGMENT")
     if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-        library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-        library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+        operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+        operators.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
     mend_layers()
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
     weight_checker.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
-    return library
+    return operators
 
 
 def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
