@@ -7,6 +7,7 @@ Needs no Ray: started once per process, with the same calls in the same order on
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,12 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.rules.checkpoints import is_hf_model
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron import checkpoint, config, overlap, parallel
 from slimrl.megatron.advantages import token_advantages
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
-from slimrl.megatron.first_weights import is_hf_folder, load_first_weights
+from slimrl.megatron.first_weights import load_first_weights
 from slimrl.megatron.forward import (
     LogProbSettings,
     ResponseColumns,
@@ -36,6 +38,8 @@ from slimrl.megatron.model import build_stages
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.reference import ReferenceWeights
 from slimrl.megatron.step_metrics import reduce_step
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronTrainer:
@@ -66,6 +70,11 @@ class MegatronTrainer:
         self.parallel = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
         )
+        if rank == 0:
+            for flag in config.kernels_without_effect(args):
+                logger.warning(
+                    "%s asks for what this machine does not have: the plain computation is done instead", flag
+                )
         self.stages = build_stages(args, self.parallel)
         self._reference = self._load_reference()
         resumed = self._load_weights()
@@ -103,7 +112,7 @@ class MegatronTrainer:
 
     def _load_weights(self) -> CheckpointFolder | None:
         """Load the policy's weights; the checkpoint to resume from, None for a fresh start."""
-        if self.args.load is not None and is_hf_folder(Path(self.args.load)):
+        if self.args.load is not None and is_hf_model(Path(self.args.load)):
             self._load_first(self.args.load, None)
             return None
         found = checkpoint.find_checkpoint(self.args.load, self.args.ckpt_step)

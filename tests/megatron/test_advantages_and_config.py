@@ -244,3 +244,19 @@ def test_reinforce_plus_plus_gives_each_token_the_return_of_what_follows(lone_gr
             expected.append(running)
         assert values[position : position + length].tolist() == pytest.approx(expected[::-1], rel=1e-5)
         position += length
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_kernels_that_this_machine_lacks_are_named():
+    from slimrl.megatron.config import kernels_without_effect
+
+    assert kernels_without_effect(tiny.tiny_args()) == []
+    wanted = tiny.tiny_args(
+        moe_permute_fusion=True, moe_grouped_gemm=True, use_precision_aware_optimizer=True, optimizer_cpu_offload=True
+    )
+    assert set(kernels_without_effect(wanted)) == {
+        "--moe-permute-fusion",
+        "--moe-grouped-gemm",
+        "--use-precision-aware-optimizer",
+        "--optimizer-cpu-offload",
+    }
