@@ -28,6 +28,7 @@ class Fleet:
     endpoints: list[EngineEndpoint]
     router: RouterProcess | None
     router_url: str
+    closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
     async def start(cls, args: Arguments, slots: Slots, environment: dict[str, str]) -> Fleet:
@@ -58,13 +59,18 @@ class Fleet:
         return router, router.url
 
     async def watch(self) -> str:
-        """Pending while all servers and the router live; then the message of the first death."""
-        tasks = [asyncio.ensure_future(engine.watch()) for engine in self.engines]
+        """Pending while all servers and the router live; then the message of the first death, or of `close`."""
+        closing = asyncio.ensure_future(self._watch_closing())
+        tasks = [closing, *(asyncio.ensure_future(engine.watch()) for engine in self.engines)]
         tasks.append(asyncio.ensure_future(self._watch_router()))
         done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in others:
             task.cancel()
-        return next(iter(done)).result()
+        return closing.result() if closing in done else done.pop().result()
+
+    async def _watch_closing(self) -> str:
+        await self.closing.wait()
+        return "the fleet was closed"
 
     async def _watch_router(self) -> str:
         while (code := self.router.poll()) is None:
@@ -75,7 +81,8 @@ class Fleet:
         )
 
     async def close(self) -> None:
-        """Ends the router, then every server."""
+        """Ends the watch, then the router, then every server."""
+        self.closing.set()  # first: a server that ends now is no death, nor is its actor
         await asyncio.to_thread(self.router.stop)
         await asyncio.gather(*(engine.close() for engine in self.engines))
 

@@ -1,0 +1,46 @@
+"""The watch over a fleet that is told to end: what ends then is no death."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slimrl.cluster.fleet import Fleet
+from slimrl.sglang.router import RouterProcess
+
+ROUTER_READY_TIMEOUT_S = 60.0
+
+
+class EngineKilledWhileClosing:
+    """An engine whose actor is gone before its watch has seen the end, as Ray's `kill` makes it."""
+
+    def __init__(self) -> None:
+        self._killed = asyncio.Event()
+
+    async def watch(self) -> str:
+        await self._killed.wait()
+        raise RuntimeError("the actor died unexpectedly")
+
+    async def close(self) -> None:
+        self._killed.set()
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_fleet_that_is_closed_reports_no_death(tmp_path):
+    async def run() -> str:
+        router = RouterProcess(host="127.0.0.1", options={}, log_path=tmp_path / "router.log")
+        router.start()
+        try:
+            router.wait_alive(ROUTER_READY_TIMEOUT_S)
+            fleet = Fleet([EngineKilledWhileClosing()], [], router, router.url)
+            watch = asyncio.ensure_future(fleet.watch())
+            await asyncio.sleep(0)
+            assert not watch.done()
+            await fleet.close()
+            return await asyncio.wait_for(watch, 10)
+        finally:
+            router.stop()
+
+    assert asyncio.run(run()) == "the fleet was closed"
