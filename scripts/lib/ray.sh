@@ -6,7 +6,7 @@
 #    ray_job python3 train.py "${MODEL_ARGS[@]}" ...      # non-zero where the job failed
 #
 # ray_begin sets the traps that end the cluster on any exit, error, TERM, HUP or Ctrl-C. Where RAY_ADDRESS is set, the
-# cluster there is used and nothing is started or ended. Needs say.sh and a python3 with Ray in the PATH.
+# cluster there is used and left as it is, but for the job that was submitted to it, which is stopped. Needs say.sh and a python3 with Ray in the PATH.
 #
 # Several nodes: run the same script on each of them, with WORLD_SIZE (how many nodes), RANK (0 on the head) and
 # MASTER_ADDR (the head, as the others know it), as jobs of pods set them. The head goes on once all nodes are here;
@@ -22,6 +22,10 @@ ray_begin() {
    # Talking to our own head must not take the way through a proxy meant for the internet.
    export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost${MASTER_ADDR:+,$MASTER_ADDR}"
    export RAY_USAGE_STATS_ENABLED=0
+   trap 'ray_end' EXIT
+   trap 'ray_interrupted INT 130' INT
+   trap 'ray_interrupted TERM 143' TERM
+   trap 'ray_interrupted HUP 129' HUP
    if [[ -n ${RAY_ADDRESS:-} ]]; then
       export NO_PROXY=$no_proxy
       say "using the Ray cluster at $RAY_ADDRESS (RAY_ADDRESS is set)"
@@ -32,10 +36,6 @@ ray_begin() {
    ray_choose_token "$nodes"
    # What a stopped job gets to end its servers and write its summary before it is killed.
    export RAY_JOB_STOP_WAIT_TIME_S=30
-   trap 'ray_end' EXIT
-   trap 'ray_interrupted INT 130' INT
-   trap 'ray_interrupted TERM 143' TERM
-   trap 'ray_interrupted HUP 129' HUP
    if ((rank > 0)); then
       role=(--join "$MASTER_ADDR:$port" --timeout-s "$limit")
    elif ((nodes > 1)); then

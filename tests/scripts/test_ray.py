@@ -28,10 +28,10 @@ exit $code
 CLUSTER = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU'], flush=True); "
 
 
-def start(job: str, folder: Path) -> harness.Started:
-    """The script above as an operator's shell runs it, in a process group of its own."""
+def start(job: str, folder: Path, script: str = SCRIPT) -> harness.Started:
+    """A script, by default the one above, as an operator's shell runs it, in a process group of its own."""
     return harness.launch(
-        ["bash", "-c", SCRIPT, "script", job],
+        ["bash", "-c", script, "script", job],
         log=folder / "script.out",
         run_dir=folder,
         cwd=ROOT,
@@ -78,6 +78,29 @@ def test_an_interrupted_script_ends_its_job_and_its_cluster(number, code, tmp_pa
     assert done.code == code
     assert done.left == []
     assert ray_folders(started) == []
+
+
+USES_ANOTHERS_CLUSTER = """
+set -euo pipefail
+source scripts/lib/say.sh
+source scripts/lib/ray.sh
+ray_begin --num-gpus 2 --object-store-memory 100000000
+bash -c 'source scripts/lib/say.sh; source scripts/lib/ray.sh; ray_begin; ray_job python3 -c "$1"' guest "$1" &
+until ray job list --address "$RAY_ADDRESS" 2>&1 | grep -q RUNNING; do sleep 0.5; done
+kill -TERM $!
+wait $! && code=0 || code=$?
+echo "guest ended with $code"
+ray job list --address "$RAY_ADDRESS" --log-color=false 2>&1 | grep -o 'status=<[^>]*>'
+"""
+
+
+def test_an_interrupted_script_ends_its_job_in_a_cluster_that_is_not_its_own(tmp_path):
+    started = start("import time; time.sleep(600)", tmp_path, USES_ANOTHERS_CLUSTER)
+    done = started.finish(200)
+    assert done.code == 0, done.output
+    assert "guest ended with 143" in done.output  # and the cluster was still there to ask
+    assert re.findall(r"status=<JobStatus\.(\w+)", done.output) == ["STOPPED"]
+    assert done.left == []
 
 
 def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):

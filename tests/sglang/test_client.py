@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 
 import orjson
 import pytest
@@ -219,10 +218,8 @@ def test_control_tells_refusals_time_outs_and_absence_apart():
         async with stand_in(handler, "/{any}") as url:
             with pytest.raises(EngineRequestError, match="/pause_generation refused the request with HTTP 400: no"):
                 await asyncio.to_thread(ServerControl(url, timeout_s=5).pause)
-            started = time.monotonic()
             with pytest.raises(EngineTimeoutError, match="/continue_generation did not answer within 0.2 s"):
                 await asyncio.to_thread(ServerControl(url, timeout_s=0.2).continue_)
-            assert time.monotonic() - started < 2
 
     asyncio.run(body())
     with socket.create_server(("127.0.0.1", 0)) as listener:
