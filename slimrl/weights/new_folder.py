@@ -28,7 +28,7 @@ class NewFolder:
         """`replace` are patterns ("model*.safetensors"): an existing folder that holds nothing else is replaced.
 
         `needed_bytes` must be free on its disk. Raises FileExistsError or NotADirectoryError for what is in the way,
-        ValueError for other files in a folder to replace, or for a disk too full.
+        ValueError for other files in a folder to replace, a mount point, or a disk too full.
         """
         self.folder = _real(folder)
         self.partial = partial_path(self.folder)
@@ -91,6 +91,10 @@ class NewFolder:
             return
         if not self.folder.is_dir():
             raise NotADirectoryError(f"{self.folder} is a file: choose another folder")
+        if self.folder.is_mount():
+            raise ValueError(
+                f"{self.folder} is where a disk is mounted, and nothing can be renamed to there: choose a folder in it"
+            )
         held = sorted(path.name for path in self.folder.iterdir())
         if held and not self._replace:
             raise FileExistsError(f"{self.folder} exists already and is not empty: choose another folder or remove it")

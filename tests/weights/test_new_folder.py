@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,8 @@ def test_an_output_that_holds_the_input_is_refused(tmp_path):
         with pytest.raises(ValueError, match="which would be lost"):
             check_apart(output, "--save", tmp_path / "run" / "in", "--hf-checkpoint")
     check_apart(tmp_path / "run" / "in" / "out", "--save", tmp_path / "run" / "in", "--hf-checkpoint")
+
+
+def test_a_mount_point_is_refused_before_anything_is_written():
+    with pytest.raises(ValueError, match=r"/dev/shm is where a disk is mounted.*choose a folder in it"):
+        NewFolder(Path("/dev/shm"), replace=["*"])
