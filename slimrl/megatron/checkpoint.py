@@ -45,6 +45,7 @@ class TrainingState:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     parallel: ParallelState
+    trained_weights: str = "every weight trained"  # the flag that chose them, as typed
 
 
 def _sharding(parallel: ParallelState) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def save_training_state(
         "has_optimizer": with_optimizer,
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": random_state.layout(state.parallel),
+        "trained_weights": state.trained_weights,
     }
     encoded = checkpoint_folder.encode_data_state(data_state)
     partial = _begin(root, rollout_id)
@@ -97,7 +99,7 @@ def load_training_state(
     metadata = checkpoint_io.read_metadata(found.path)
     wanted: ShardedStateDict = {}
     if load_optimizer:
-        _check_optimizer(metadata, found, state.optimizer.config.use_distributed_optimizer)
+        _check_optimizer(metadata, found, state)
         sharding = _sharding(state.parallel)
         model = _sharded(state.stages, sharding)
         wanted["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=sharding)
@@ -121,15 +123,21 @@ def _sharded(stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None)
     return {str(number): stage.sharded_state_dict(metadata=sharding) for number, stage in enumerate(stages)}
 
 
-def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, distributed: bool) -> None:
+def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: TrainingState) -> None:
     if not metadata.get("has_optimizer", False):
         raise ValueError(
             f"{found.path} holds no optimizer state: add --no-load-optim to start with a fresh one, or --finetune"
         )
-    if metadata["distributed_optimizer"] != distributed:
+    if metadata["distributed_optimizer"] != state.optimizer.config.use_distributed_optimizer:
         raise ValueError(
             f"{found.path} was saved {'with' if metadata['distributed_optimizer'] else 'without'}"
             " --use-distributed-optimizer: use the same setting, or add --no-load-optim"
+        )
+    trained = metadata.get("trained_weights", TrainingState.trained_weights)
+    if trained != state.trained_weights:
+        raise ValueError(
+            f"{found.path} was saved with {trained}, and this run has {state.trained_weights}: the optimizer's state"
+            " belongs to other weights; choose the same, or add --no-load-optim"
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,13 @@ from slimrl.megatron.forward import (
     forward_backward,
     layer_tokens,
 )
-from slimrl.megatron.loss import PolicyLossSettings
+from slimrl.megatron.freeze import freeze_parameters, trained_weights
+from slimrl.megatron.loss import PolicyLossSettings, PolicyLossSums
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.reference import ReferenceWeights
+from slimrl.megatron.step_guard import StepGuard
 from slimrl.megatron.step_metrics import reduce_step
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,13 @@ class MegatronTrainer:
         self.stages = build_stages(args, self.parallel)
         self._reference = self._load_reference()
         resumed = self._load_weights()
+        freeze_parameters(args, self.stages)
         self._wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in self.stages]
         overlap.connect(self._wrapped)
         self.optimizer = build_optimizer(args, self._wrapped)
         self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
+        self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self._log_prob_settings = LogProbSettings(
             vocab_size=args.vocab_size,
@@ -138,13 +141,14 @@ class MegatronTrainer:
         return first, data_state
 
     def _training_state(self) -> TrainingState:
-        return TrainingState(self.stages, self.optimizer, self.scheduler, self.parallel)
+        chosen = trained_weights(self.args)
+        return TrainingState(self.stages, self.optimizer, self.scheduler, self.parallel, chosen)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         """Train on this data-parallel rank's share of one rollout; metrics per optimizer step, equal on every rank.
 
         `batch` holds the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError where
-        the gradient is not finite; saved checkpoints are untouched then.
+        loss or gradient is not finite, as `StepGuard` says; weights and optimizer are as before that step then.
         """
         steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
         everything = [micro_batch for step in steps for micro_batch in step]
@@ -160,13 +164,10 @@ class MegatronTrainer:
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples
-                step = self._train_step(micro_batches, columns, divisor, advance)
+                sums = self._accumulate(micro_batches, columns, divisor, advance)
+                where = f"rollout {rollout_id}, optimizer step {number}"
+                step = self._step(sums, where, lambda: columns.broken_samples(batch))
                 metrics.append(step | {"samples": float(samples)})
-                if not math.isfinite(step["grad_norm"]) and not self.args.fp16:
-                    raise FloatingPointError(
-                        f"rollout {rollout_id}, optimizer step {number}: the gradient norm is {step['grad_norm']};"
-                        " resume from the last checkpoint with a lower --lr or without the samples of this rollout"
-                    )
         return metrics
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
@@ -208,15 +209,16 @@ class MegatronTrainer:
             loss_mask=batch.loss_mask.to(device),
         )
 
-    def _train_step(
+    def _accumulate(
         self, micro_batches: list[MicroBatch], columns: ResponseColumns, divisor: int, advance: Callable[[], None]
-    ) -> dict[str, float]:
-        """One optimizer step; `divisor` is what its loss is divided by, over all ranks."""
+    ) -> list[PolicyLossSums]:
+        """The gradient of one optimizer step; `divisor` is what its loss is divided by, over all ranks."""
+        self._guard.begin()
         # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
         for stage in self._wrapped:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = forward_backward(
+        return forward_backward(
             self._wrapped,
             micro_batches,
             columns,
@@ -225,13 +227,15 @@ class MegatronTrainer:
             advance,
             by_tokens=self._layer_tokens(micro_batches) / max(divisor, 1) if self._layers_add_losses() else None,
         )
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        updated, gradient_norm, _ = self.optimizer.step()
-        if updated:
-            self.scheduler.step(1)
+
+    def _step(self, sums: list[PolicyLossSums], where: str, broken_inputs: Callable[[], list[str]]) -> dict[str, float]:
+        """The optimizer step, unless something is not finite (see `StepGuard`); the metrics of the whole step."""
         metrics = reduce_step(sums, self._loss_settings, self.parallel)
-        norm = math.nan if gradient_norm is None else float(gradient_norm)
-        return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not updated)}
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        taken, norm = self._guard.step(metrics["loss"], where, broken_inputs)
+        if taken:
+            self.scheduler.step(1)
+        return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not taken)}
 
     def _layers_add_losses(self) -> bool:
         """True where routers have losses of their own, for balance or for small logits."""

@@ -10,10 +10,29 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
 
-THEMES = ("algorithm", "evaluation", "model", "hook_paths")
+THEMES = ("algorithm", "evaluation", "model", "hook_paths", "freezing")
 
 # rule -> (what passes when appended to the recipe, what does not and the sentence for it)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "trained_weights_have_one_list": (
+        ["--freeze-params-name-list embedding router", r"--only-train-params-name-list layers\\.3[0-5]\\."],
+        [
+            (
+                "--only-train-params-name-list mlp --freeze-params-name-list embedding router",
+                "--only-train-params-name-list mlp and --freeze-params-name-list embedding router exclude each other:"
+                " give one.",
+            ),
+            (
+                "--freeze-params-name-list",
+                "--freeze-params-name-list is given without a regular expression: give at least one, or leave it out.",
+            ),
+            (
+                "--freeze-params-name-list layers[",
+                "--freeze-params-name-list layers[ is not a regular expression (unterminated character set at position"
+                " 6).",
+            ),
+        ],
+    ),
     "kernels_are_installed": (
         ["--transformer-impl local"],
         [

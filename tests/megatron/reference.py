@@ -6,6 +6,7 @@ Shares no code with slimrl, so that agreement means something.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ class ReferenceSettings:
     eps: float
     clip_grad: float
     balance_coef: float = 0.0  # of the routers' losses, a mean over samples weighted by their tokens
+    frozen: str | None = None  # regular expression of the names in transformers' model that are not trained
 
 
 @dataclasses.dataclass
@@ -94,6 +96,8 @@ def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: 
     with torch.no_grad():
         old = [_log_probs(policy, sample, settings.temperature)[0] for sample in samples]
         ref = [_log_probs(anchor, sample, settings.temperature)[0] for sample in samples]
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(settings.frozen is None or re.search(settings.frozen, name) is None)
     matrices = [p for p in policy.parameters() if p.dim() > 1]
     vectors = [p for p in policy.parameters() if p.dim() == 1]
     groups = [
@@ -123,7 +127,9 @@ def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: 
         result.gradient_norms.append(float(norm))
         result.clip_fractions.append(clipped)
     result.weights = _as_published({name: p.detach().clone() for name, p in policy.named_parameters()})
-    result.gradients = _as_published({name: p.grad.clone() for name, p in policy.named_parameters()})
+    result.gradients = _as_published(
+        {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    )
     return result
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from slimrl.arguments.flag import flag
 
 _RETURNS = "it belongs to a critic, which this version does not have; leave it out"
 _TIS = "use --use-tis with --tis-clip and --tis-clip-low"
 _REPLAY = "routing is not replayed in this version; leave it out"
+
+
+def _regular_expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression ({error})") from None
+    return text
 
 
 @dataclasses.dataclass
@@ -119,15 +128,15 @@ class AlgorithmArguments:
     use_rollout_routing_replay: bool = flag(False, "use the engines' routing in training", not_served=_REPLAY)
     only_train_params_name_list: list[str] | None = flag(
         None,
-        "regular expressions of the weights that are trained (all)",
+        "train only weights in whose Megatron name one of these regular expressions is found (all)",
         nargs="*",
-        not_served="every weight is trained in this version; leave it out",
+        parse=_regular_expression,
     )
     freeze_params_name_list: list[str] | None = flag(
         None,
-        "regular expressions of weights that are not trained (none)",
+        "do not train weights in whose Megatron name one of these regular expressions is found (none)",
         nargs="*",
-        not_served="every weight is trained in this version; leave it out",
+        parse=_regular_expression,
     )
     custom_megatron_before_log_prob_hook_path: str | None = flag(
         None,
