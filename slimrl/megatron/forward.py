@@ -20,9 +20,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slimrl.algorithms.log_probs import vocab_parallel_log_probs
+from slimrl.data.batch import RolloutBatch
 from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
 from slimrl.megatron.micro_batch import MicroBatch
 from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.step_guard import broken_samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,12 @@ class ResponseColumns:
         return PolicyLossInputs(
             log_probs=log_probs, entropy=entropy, response_lengths=micro_batch.response_lengths, **chosen
         )
+
+    def broken_samples(self, batch: RolloutBatch) -> list[str]:
+        """The samples of `batch` that bring a value along which is not finite (see `step_guard.broken_samples`)."""
+        names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs")
+        columns = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
 
 
 def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:

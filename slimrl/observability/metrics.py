@@ -36,6 +36,7 @@ TRAIN_METRICS = {
     "opsm_clipfrac": Metric("share of tokens that --use-opsm left out"),
     "grad_norm": Metric("norm of the gradient over all parameters, before clipping"),
     "lr": Metric("learning rate of the optimizer step", "last"),
+    "skipped": Metric("optimizer steps not taken because loss or gradient was not finite", "sum"),
     "tokens": Metric("trained tokens, over all data-parallel ranks", "sum"),
 }
 _AVERAGED = Metric("")

@@ -307,6 +307,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ("--fp4-param", "--fp4-param-gather belongs to --fp4-format: add it, or leave --fp4-param-gather out."),
         ],
     ),
+    "skipped_steps_are_bounded_where_they_are_skipped": (
+        ["--no-check-for-nan-in-loss-and-grad", "--no-check-for-nan-in-loss-and-grad --max-skipped-steps 3"],
+        [
+            (
+                "--max-skipped-steps 3",
+                "--max-skipped-steps 3 belongs to --no-check-for-nan-in-loss-and-grad: add it, or leave"
+                " --max-skipped-steps out.",
+            ),
+        ],
+    ),
 }
 
 

@@ -91,10 +91,12 @@ class OptimizerArguments:
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "skip a step whose gradient is not finite instead of ending the run",
+        "skip an optimizer step whose loss or gradient is not finite, instead of ending the run",
         only_off=True,
         off=("--no-check-for-nan-in-loss-and-grad",),
-        not_served="a step that is not finite ends the run in this version; leave it out",
+    )
+    max_skipped_steps: int = flag(
+        10, "steps in a row that may not be finite before a run that skips them ends (count)", at_least=1
     )
     use_precision_aware_optimizer: bool = flag(
         False, "Transformer Engine's Adam, whose state may be kept in fewer bits"

@@ -79,6 +79,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     precision.few_bits_have_their_kernels,
     precision.formats_have_their_settings,
     precision.optimizer_state_has_a_holder,
+    precision.skipped_steps_are_bounded_where_they_are_skipped,
     layout.async_is_split,
     layout.worker_environment_is_text,
     layout.only_one_side_is_left_out,

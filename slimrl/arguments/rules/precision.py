@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import flag_specs
 from slimrl.arguments.groups.model import ModelArguments
+from slimrl.arguments.groups.optimizer import OptimizerArguments
 from slimrl.arguments.groups.precision import PrecisionArguments
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
@@ -88,4 +89,15 @@ def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[
         yield Problem(
             "--overlap-cpu-optimizer-d2h-h2d",
             "--overlap-cpu-optimizer-d2h-h2d belongs to --optimizer-cpu-offload: add it, or leave the first out.",
+        )
+
+
+def skipped_steps_are_bounded_where_they_are_skipped(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A run that ends at the first step that is not finite skips none."""
+    default = next(spec.default for spec in flag_specs(OptimizerArguments) if spec.dest == "max_skipped_steps")
+    if args.check_for_nan_in_loss_and_grad and args.max_skipped_steps != default:
+        yield Problem(
+            "--max-skipped-steps",
+            f"--max-skipped-steps {args.max_skipped_steps} belongs to --no-check-for-nan-in-loss-and-grad: add it, or"
+            " leave --max-skipped-steps out.",
         )
