@@ -71,11 +71,18 @@ class ServerControl:
 
         `version` becomes visible only now, when all weights are there.
         """
+        self.commit_weight_update(version, running)
+        self.continue_()
+
+    def commit_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
+        """`end_weight_update` without going on: for several servers, none of which may go on before all have come here.
+
+        Then each needs `continue_`.
+        """
         closed = self._post_if_there("/end_weight_update")
         if running == "abort" or closed:  # older servers cannot flush while requests wait in the queue
             self.flush_cache()
         self.set_weight_version(version)
-        self.continue_()
 
     def settle(self) -> None:
         """Returns once the processes of all pipeline stages have done what the server was asked before.
@@ -165,9 +172,10 @@ class ServerControl:
             },
         )
 
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leaves the process group."""
-        self._post("/destroy_weights_update_group", {"group_name": group_name})
+    def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
+        """Leaves the process group; `timeout_s` is for servers that may still be waiting for a broadcast."""
+        body = {"group_name": group_name}
+        call("POST", f"{self.url}/destroy_weights_update_group", body, timeout_s=timeout_s or self.timeout_s)
 
     def weight_version(self) -> str:
         """The version that the server reports with every answer."""

@@ -45,7 +45,7 @@ class BufferSource(Protocol):
     """Gives out the memory that buckets are packed into."""
 
     def take(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor of exactly `num_bytes`; the one taken before is given up by this call."""
+        """A uint8 tensor of exactly `num_bytes`; the one taken before (of two in turn: before that) is given up."""
 
 
 class ReusedBuffer:
@@ -61,6 +61,18 @@ class ReusedBuffer:
         return self._buffer[:num_bytes]
 
 
+class TwoInTurn:
+    """Two buffers used in turn, so that one can be packed while the other is still being read."""
+
+    def __init__(self, first: BufferSource, second: BufferSource) -> None:
+        self._next, self._last = first, second
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`."""
+        self._next, self._last = self._last, self._next
+        return self._last.take(num_bytes)
+
+
 def iter_buckets(
     named_tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
@@ -70,8 +82,8 @@ def iter_buckets(
     """Buckets of at most `max_bytes`; a larger tensor travels alone in a bucket of its own size.
 
     A tensor named in `with_next` is in the same bucket as the one after it. A bucket is valid until the next one is
-    asked for. Each yielded tensor is copied before the next is asked for. Raises ValueError where `max_bytes` is not
-    positive or there is no tensor at all.
+    asked for; with two buffers in turn until the one after that is. Each yielded tensor is copied before the next is
+    asked for. Raises ValueError where `max_bytes` is not positive or there is no tensor at all.
     """
     if max_bytes <= 0:
         raise ValueError(f"--update-weight-buffer-size is {max_bytes}: it counts bytes and must be positive")

@@ -8,9 +8,6 @@ Needs no model and no GPU; several processes may share the work.
 from __future__ import annotations
 
 import dataclasses
-import glob
-import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -20,14 +17,12 @@ from typing import Any
 from slimrl.weights.families import FAMILIES, Family, Row, family_for
 from slimrl.weights.fp8_blocks import block_size
 from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
+from slimrl.weights.hf_folder import companions, finish, replaceable
 from slimrl.weights.hf_shards import (
-    INDEX_NAME,
     MAX_SHARD_BYTES,
-    SINGLE_NAME,
     Shard,
     ShardWriter,
     TensorSpec,
-    index_text,
     plan_shards,
 )
 from slimrl.weights.layout import from_shards, hf_shapes, megatron_shape
@@ -37,9 +32,6 @@ from slimrl.weights.shape import ModelShape
 from slimrl.weights.team import Team
 from slimrl.weights.torch_dist import Scratch, StoredTensor, TorchDistCheckpoint
 
-# what the original folder may hold besides the files a loader of the result wants
-_WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_OWN_FILES = ("config.json", SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)  # beside the original's
 _WORKERS = 2  # threads of one process; each holds one part of one weight at a time
 _ROWS_BYTES = 8 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
 
@@ -91,9 +83,9 @@ def torch_dist_to_hf(
     with HfCheckpoint(origin_hf_dir) as origin:
         jobs = _jobs(checkpoint, origin, family, shape, config, add_missing=add_missing)
         shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
-        companions = _companions(Path(origin_hf_dir))
-        needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in companions)
-        replace = (*_OWN_FILES, *(glob.escape(path.name) for path in companions)) if force else ()
+        beside = companions(Path(origin_hf_dir))
+        needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in beside)
+        replace = replaceable(beside) if force else ()
         folder = NewFolder(output_dir, replace=replace, needed_bytes=needed if team.leads else 0)
         mine = sorted(shards, key=lambda shard: -shard.nbytes)[team.rank :: team.size]
         on_written = on_start(sum(shard.nbytes - len(shard.header) for shard in mine))
@@ -103,7 +95,7 @@ def torch_dist_to_hf(
                 convert = _Conversion(checkpoint, origin, shape, on_written)
                 team.together(lambda: convert.run(jobs, mine, partial_path(output_dir)))
                 if team.leads:
-                    _finish(folder.partial, shards, companions, config)
+                    finish(folder.partial, shards, beside, config)
                 team.together(folder.commit if team.leads else lambda: None)
             except BaseException:
                 if team.leads:
@@ -255,21 +247,3 @@ class _Conversion:
         for spec, tensor in zip(job.specs, tensors, strict=True):
             if spec.name in writer:
                 self._on_written(writer.write(spec.name, tensor, first_row=rows.start if rows is not None else 0))
-
-
-def _finish(folder: Path, shards: Sequence[Shard], companions: Sequence[Path], config: dict[str, Any]) -> None:
-    """Everything beside the weights: tokenizer, index and, last, config.json, without which nothing loads it."""
-    for path in companions:
-        shutil.copyfile(path, folder / path.name)
-    if len(shards) > 1:
-        (folder / INDEX_NAME).write_text(index_text(shards), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _companions(origin: Path) -> list[Path]:
-    """Tokenizer, chat template, generation config and the like."""
-    return sorted(
-        path
-        for path in origin.iterdir()
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_SUFFIXES)
-    )

@@ -1,4 +1,4 @@
-"""What weight sync asks of one inference server, and doing it on several servers at once.
+"""What weight sync asks of one inference server, doing it on several servers at once, and how they stand afterwards.
 
 `ServerControl` is a protocol: the object behind it lives in the room that talks to the engine. Promises that
 an error names the server it came from.
@@ -6,15 +6,25 @@ an error names the server it came from.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
+
+from slimrl.sglang.errors import EngineError, EngineTimeoutError
 
 Result = TypeVar("Result")
 
 
 class WeightSyncError(RuntimeError):
-    """Pushing weights to the servers failed; they may hold a mixture of old and new weights."""
+    """Pushing weights to the servers failed; they may hold a mixture of old and new weights.
+
+    `final`: sending them once more cannot help, or is not safe.
+    """
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
 
 
 class ServerControl(Protocol):
@@ -27,8 +37,11 @@ class ServerControl(Protocol):
     def begin_weight_update(self) -> None:
         """Ends running requests, holds new ones and forgets every cached key and value."""
 
-    def end_weight_update(self, version: str) -> None:
-        """Names the weights that are loaded now, and lets held requests run."""
+    def commit_weight_update(self, version: str) -> None:
+        """Names the weights that are loaded now; requests are still held."""
+
+    def continue_(self) -> None:
+        """Lets held requests run."""
 
     def settle(self) -> None:
         """Returns once every process of the server has done all that it was asked before, and it goes on."""
@@ -51,8 +64,8 @@ class ServerControl(Protocol):
     ) -> None:
         """Joins a process group as ranks `rank_offset`, `rank_offset` + 1, ..."""
 
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leaves it again."""
+    def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
+        """Leaves it again, or raises after `timeout_s`."""
 
     def update_weights_from_distributed(
         self,
@@ -86,10 +99,40 @@ def on_all(servers: Sequence[ServerControl], call: Callable[[ServerControl], Res
 
 
 def results(servers: Sequence[ServerControl], futures: Sequence[Future[Result]], what: str) -> list[Result]:
-    """The results of calls already under way; raises WeightSyncError naming every server that failed."""
+    """The results of calls already under way; raises WeightSyncError naming every server that failed.
+
+    It is final where one did not answer in time: that server may still be at work on the call.
+    """
     errors = {server.url: future.exception() for server, future in zip(servers, futures, strict=True)}
     failed = [f"{url}: {error}" for url, error in errors.items() if error is not None]
     if failed:
-        cause = next(error for error in errors.values() if error is not None)
-        raise WeightSyncError(f"{what} failed on {'; '.join(failed)}") from cause
+        causes = [error for error in errors.values() if error is not None]
+        late = any(isinstance(error, EngineTimeoutError) for error in causes)
+        raise WeightSyncError(f"{what} failed on {'; '.join(failed)}", final=late) from causes[0]
     return [future.result() for future in futures]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerState:
+    """How a server stands after a failed push: the version that it reports, or why it does not answer."""
+
+    url: str
+    version: str | None
+    silence: str | None
+
+    def __str__(self) -> str:
+        if self.silence is None:
+            return f"{self.url} is stopped and reports version {self.version!r}"
+        return f"{self.url} does not answer ({self.silence})"
+
+
+def states(servers: Sequence[ServerControl]) -> list[ServerState]:
+    """How each server stands now; never raises for one that does not answer."""
+
+    def state(server: ServerControl) -> ServerState:
+        try:
+            return ServerState(server.url, server.weight_version(), None)
+        except EngineError as error:
+            return ServerState(server.url, None, str(error))
+
+    return on_all(servers, state, "asking for the weight version")

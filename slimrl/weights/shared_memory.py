@@ -106,11 +106,37 @@ class HostSharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
+class TwoSharedInTurn:
+    """Two shared buffers used in turn, so that one can be packed while receivers read the other."""
+
+    def __init__(self, first: SharedBuffer, second: SharedBuffer) -> None:
+        self._next, self._last = first, second
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`."""
+        self._next, self._last = self._last, self._next
+        return self._last.take(num_bytes)
+
+    def reference(self) -> Reference:
+        """See `SharedBuffer.reference`."""
+        return self._last.reference()
+
+    def release(self) -> None:
+        """See `SharedBuffer.release`."""
+        self._next.release()
+        self._last.release()
+
+    def close(self) -> None:
+        """See `SharedBuffer.close`."""
+        self._next.close()
+        self._last.close()
+
+
 class CudaSharedBuffer:
     """A fresh device allocation per bucket: an IPC handle may be opened only once by each receiver.
 
-    The caching allocator gives the same memory again once the receiver has let go of it, so that at most two
-    buckets' worth is taken where receivers have read when they answer, and what is right where they read later.
+    The caching allocator gives the same memory again once the receiver has let go of it: one bucket's worth is taken
+    beyond those in use where receivers have read when they answer, and what is right where they read later.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,29 +1,33 @@
 """`WeightUpdater`: brings the trained weights into every inference server under a new version.
 
 Order of a push: servers stop (running requests end, new ones wait) and forget cached keys and values; they take
-all buckets; only when every server has them all, they get the new version and go on, and each must report it. A server
-with pipeline stages is asked for a token then: its later stages read in their own time, and that proves that they have.
-On an error they stay stopped, so that nothing is sampled from half of an update. Collective over all trainer
-ranks, and an error on one rank is raised on all. Called by the train workers.
+all buckets, the next of which is packed while they read one; only when every server has them all, they get the new
+version, and only when each reports it, they go on. A server with pipeline stages is asked for a token then: its later
+stages read in their own time, and that proves that they have. A failed push is sent again from its beginning, and where
+that does not help either, all servers stay stopped: nothing is ever sampled from half of an update, nor from two
+versions. Collective over all trainer ranks, and an error on one rank is raised on all. Called by the train workers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimrl.sglang.control import ServerControl as SglangServerControl
+from slimrl.weights.agreement import LEAD, Agreement
 from slimrl.weights.buckets import Bucket, BufferSource, iter_buckets
 from slimrl.weights.equality import check_server, expected_checksums
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import Family, family_for
 from slimrl.weights.hf_files import read_hf_config
+from slimrl.weights.manifest import Manifest
 from slimrl.weights.roles import (
     EngineEndpoint,
     Roles,
@@ -32,7 +36,7 @@ from slimrl.weights.roles import (
     partners,
     split_roles,
 )
-from slimrl.weights.servers import ServerControl, WeightSyncError, on_all
+from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, states
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.transport_disk import DiskTransport
 from slimrl.weights.transport_distributed import DistributedTransport
@@ -46,18 +50,24 @@ __all__ = ["EngineEndpoint", "ModelSource", "PushReport", "WeightSyncError", "We
 
 TIMEOUT_S = 300.0  # longest wait for one bucket or one answer
 BUCKET_BYTES = 512 * 1024**2
-LEAD = 0  # the trainer rank that asks servers for versions and checksums
+ATTEMPTS = 3  # of one push, while every server answers
+PAUSE_BETWEEN_S = 1.0  # a server that is about to end needs a moment until it no longer answers
 
-Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class PushReport:
-    """What one push took: bytes and buckets of the rank that sent most, seconds for all of it."""
+    """What one push took: bytes and buckets of the rank that sent most, seconds for all of it.
+
+    `check_seconds` of them went into the proof of equality; `attempts` is 1 unless something failed on the way.
+    """
 
     bytes: int
-    seconds: float
     buckets: int
+    seconds: float
+    check_seconds: float
+    attempts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +84,20 @@ class Transport(Protocol):
 
     buffer: BufferSource
 
-    def send(self, bucket: Bucket, version: str | None) -> None:
-        """Returns once the bucket may be overwritten; raises WeightSyncError naming the server that failed."""
+    def start(self, bucket: Bucket) -> None:
+        """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""
+
+    def finish(self) -> None:
+        """Returns once every server has the bucket started last, if any is under way.
+
+        Raises WeightSyncError naming each server that failed.
+        """
 
     def release(self) -> None:
         """Gives up what was kept for later pipeline stages of the servers: every one has read it."""
+
+    def reset(self) -> None:
+        """Gives up what a failed push left, so that the next can begin; never raises for a server that is gone."""
 
     def close(self) -> None:
         """Gives up what stays open between pushes."""
@@ -96,10 +115,11 @@ class WeightUpdater:
         senders: set[int],
         bucket_bytes: int,
         with_stages: Sequence[int] = (),
+        pause_between_s: float = PAUSE_BETWEEN_S,
     ) -> None:
         """`transports` are this rank's own, shared memory first; `senders` are all ranks that have any.
 
-        `with_stages` are the numbers of the servers with pipeline stages.
+        `with_stages` are the numbers of the servers with pipeline stages, `pause_between_s` is between two attempts.
         """
         self._source = source
         self._servers = servers
@@ -107,7 +127,8 @@ class WeightUpdater:
         self._with_stages = [servers[number] for number in with_stages]
         self._transports = transports
         self._bucket_bytes = bucket_bytes
-        self._everyone = dist.new_group(backend="gloo")
+        self._pause_between_s = pause_between_s
+        self._ranks = Agreement(source.parallel.rank)
         self._partners = self._find_partners()
         self._senders = senders
 
@@ -169,7 +190,7 @@ class WeightUpdater:
         check_without_stages(engines)
         servers, sizes = _connect(engines, timeout_s)
         leads = source.parallel.rank == LEAD
-        transports = [DiskTransport(servers, folder, source.parallel.device)] if leads else []
+        transports = [DiskTransport(servers, folder, source.parallel.device, bucket_bytes)] if leads else []
         return cls(source, servers, sizes, transports, {LEAD}, bucket_bytes)
 
     @classmethod
@@ -200,64 +221,101 @@ class WeightUpdater:
     def push(self, model: nn.Module | Sequence[nn.Module], *, version: str, check_equal: bool = False) -> PushReport:
         """Brings the weights of `model` into every server; collective over all trainer ranks.
 
-        `model` is what this rank holds: a bare GPTModel, or its virtual stages.
-        Raises WeightSyncError, on every rank, naming each server that failed or does not report `version`
-        afterwards; with `check_equal` also where any tensor in a server differs from the trainer's.
+        `model` is what this rank holds: a bare GPTModel, or its virtual stages. With `check_equal` every tensor in
+        every server is compared with the trainer's before any server goes on. A push that fails is repeated up to
+        `ATTEMPTS` times, while all servers answer. Raises WeightSyncError, on every rank, with the reason and with how
+        each server stands; no server goes on then.
         """
         started = time.monotonic()
-        self._together(self._begin, lead_only=True)
-        sent = self._together(lambda: self._send(model, version))
-        self._together(lambda: self._end(version), lead_only=True)
+        attempt, done = 1, None
+        while done is None:
+            try:
+                done = self._attempt(model, version, check_equal)
+            except WeightSyncError as error:
+                self._after_failure(error, version, attempt)
+                attempt += 1
+        self._ranks.on_lead(self._go_on)
         for transport in self._transports:
             transport.release()
-        if check_equal:
-            self._together(lambda: self._check_equal(model))
-        num_bytes, buckets = max(part for part in sent if part is not None)
-        return PushReport(num_bytes, time.monotonic() - started, buckets)
+        sent, check_seconds = done
+        return PushReport(*sent, time.monotonic() - started, check_seconds, attempt)
 
     def close(self) -> None:
         """Leaves what was joined and frees shared memory; this rank only."""
         for transport in self._transports:
             transport.close()
 
+    def _attempt(
+        self, model: nn.Module | Sequence[nn.Module], version: str, check_equal: bool
+    ) -> tuple[tuple[int, int], float]:
+        """Brings the weights into every server, all of which stay stopped; ((bytes, buckets), seconds of the check)."""
+        self._ranks.on_lead(self._begin)
+        sent = max(self._ranks.together(lambda: self._send(model)))
+        started = time.monotonic()
+        if check_equal:
+            self._ranks.together(lambda: self._check_equal(model))
+        check_seconds = time.monotonic() - started
+        self._ranks.on_lead(lambda: self._commit(version))
+        return sent, check_seconds
+
+    def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
+        """Returns where another attempt makes sense. Collective: every rank has the same `error.final`."""
+        for transport in self._transports:
+            transport.reset()
+        stand = self._ranks.on_lead(lambda: states(self._servers))
+        if error.final or attempt == ATTEMPTS or any(state.silence is not None for state in stand):
+            raise WeightSyncError(
+                f"weight version {version!r} did not get into every server ({attempt} of {ATTEMPTS} attempts), so no"
+                f" server goes on: {error}; {', '.join(str(state) for state in stand)}",
+                final=True,
+            ) from error
+        logger.warning("attempt %d to push weight version %s failed and is repeated: %s", attempt, version, error)
+        time.sleep(self._pause_between_s)
+
     def _begin(self) -> None:
         on_all(self._servers, lambda server: server.begin_weight_update(), "stopping for new weights")
 
-    def _end(self, version: str) -> None:
-        on_all(self._servers, lambda server: server.end_weight_update(version), "going on with new weights")
-        on_all(self._with_stages, lambda server: server.settle(), "waiting for the later pipeline stages")
+    def _commit(self, version: str) -> None:
+        on_all(self._servers, lambda server: server.commit_weight_update(version), "naming the new weights")
         reported = on_all(self._servers, lambda server: server.weight_version(), "asking for the weight version")
         other = {server.url: found for server, found in zip(self._servers, reported, strict=True) if found != version}
         if other:
             names = ", ".join(f"{url} reports {found!r}" for url, found in other.items())
             raise WeightSyncError(f"after the push of weight version {version!r}, {names}: its weights are not the new")
 
-    def _send(self, model: nn.Module | Sequence[nn.Module], version: str) -> tuple[int, int]:
+    def _go_on(self) -> None:
+        """All servers hold the same version now: one that fails here leaves no mixture behind."""
+        on_all(self._servers, lambda server: server.continue_(), "going on with new weights")
+        on_all(self._with_stages, lambda server: server.settle(), "waiting for the later pipeline stages")
+
+    def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:
         """Sends every bucket; (bytes, buckets) of this rank.
 
-        After a failure this rank still gathers to the end, because the others of its group wait for it.
+        After a failure this rank still gathers to the end, because the others of its group wait for it. Raises
+        WeightSyncError, and ValueError where other tensors were sent than the table names.
         """
-        num_bytes = buckets = 0
         if not self._senders & self._partners:
-            return num_bytes, buckets
+            return 0, 0
         tensors = self._export(model)
-        if not self._transports:
+        try:
+            return self._send_buckets(tensors) if self._transports else (0, 0)
+        finally:
             for _ in tensors:
                 pass
-            return num_bytes, buckets
-        working = list(self._transports)
-        errors: list[WeightSyncError] = []
-        together = self._source.family.names_with_next(self._source.shape)
+
+    def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
+        num_bytes = buckets = 0
+        family, shape = self._source.family, self._source.shape
+        lanes, manifest = _Lanes(self._transports), Manifest(family, shape)
+        together = family.names_with_next(shape)
         for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer, together):
             num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
-            for transport in tuple(working):
-                try:
-                    transport.send(bucket, version if bucket.last else None)
-                except WeightSyncError as error:
-                    working.remove(transport)
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+            manifest.tick_off(bucket)
+            lanes.run(lambda transport: transport.finish())
+            lanes.run(lambda transport, bucket=bucket: transport.start(bucket))
+        lanes.run(lambda transport: transport.finish())
+        lanes.raise_first()
+        manifest.close()
         return num_bytes, buckets
 
     def _check_equal(self, model: nn.Module | Sequence[nn.Module]) -> None:
@@ -293,28 +351,29 @@ class WeightUpdater:
         parallel = self._source.parallel
         groups = (parallel.tp_group, parallel.pp_group, parallel.ep_group, parallel.etp_group)
         own = [dist.get_process_group_ranks(group) for group in groups]
-        everyones: list[list[list[int]]] = [own] * self._everyone.size()
-        dist.all_gather_object(everyones, own, group=self._everyone)
-        return partners(parallel.rank, [ranks for groups in everyones for ranks in groups])
+        return partners(parallel.rank, [ranks for groups in self._ranks.gather(own) for ranks in groups])
 
-    def _together(self, step: Callable[[], Result], *, lead_only: bool = False) -> list[Result | None]:
-        """Runs `step` on every rank (or only on the lead); an error on one becomes an error on all.
 
-        Returns what each rank's step returned.
-        """
-        result = error = None
-        if not lead_only or self._source.parallel.rank == LEAD:
+class _Lanes:
+    """The transports of one push, each until its first failure."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._working = list(transports)
+        self._errors: list[WeightSyncError] = []
+
+    def run(self, step: Callable[[Transport], None]) -> None:
+        """`step` on each transport that has not failed yet."""
+        for transport in tuple(self._working):
             try:
-                result = step()
-            except (WeightSyncError, ValueError, OSError) as failure:
-                error = failure
-        outcomes: list[tuple[Result | None, str | None]] = [(None, None)] * self._everyone.size()
-        dist.all_gather_object(outcomes, (result, None if error is None else str(error)), group=self._everyone)
-        if error is not None:
-            raise error
-        if failed := next((text for _, text in outcomes if text is not None), None):
-            raise WeightSyncError(failed)
-        return [outcome for outcome, _ in outcomes]
+                step(transport)
+            except WeightSyncError as error:
+                self._working.remove(transport)
+                self._errors.append(error)
+
+    def raise_first(self) -> None:
+        """The first failure, if there was one."""
+        if self._errors:
+            raise self._errors[0]
 
 
 def _connect(engines: Sequence[EngineEndpoint], timeout_s: float) -> tuple[list[ServerControl], list[int]]:

@@ -1,11 +1,15 @@
-"""Weights to servers through files: one Hugging Face folder per version on storage that both sides see.
+"""Weights to servers through files: one Hugging Face folder per push on storage that both sides see.
 
-Trainer rank 0 writes; servers read the finished folder, which is removed once all have.
+Trainer rank 0 writes; servers read the finished folder, which is removed once all have. Several runs may share
+`--update-weight-disk-dir`: each writes into a folder of its own there, which goes with the run.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import uuid
 from pathlib import Path
 
 import torch
@@ -16,39 +20,48 @@ from slimrl.weights.servers import ServerControl, on_all
 
 
 class DiskTransport:
-    """Collects buckets into `<folder>/weight_v<version>` and has the servers load it with the last one."""
+    """Collects buckets into `<folder>/slimrl-<machine>-<process>-<random>/weights` and has the servers load it."""
 
-    def __init__(self, servers: list[ServerControl], folder: Path, device: torch.device) -> None:
+    def __init__(self, servers: list[ServerControl], folder: Path, device: torch.device, bucket_bytes: int) -> None:
+        """`bucket_bytes` is also the size of the files: what is not yet written is held in host memory."""
         self.buffer = ReusedBuffer(device)
         self._servers = servers
-        self._folder = Path(folder)
+        # the name says whose folder it is, to whoever finds one that a killed run left
+        self._own = Path(folder) / f"slimrl-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._bucket_bytes = bucket_bytes
         self._writer: HfWriter | None = None
 
-    def send(self, bucket: Bucket, version: str | None) -> None:
-        """Adds a bucket; with the last one (that has a version) returns once every server has loaded the folder.
+    def start(self, bucket: Bucket) -> None:
+        """Adds a bucket; with the last one returns once every server has loaded the folder.
 
-        Raises WeightSyncError naming a server that did not.
+        Raises WeightSyncError naming a server that did not, OSError where the folder cannot be written.
         """
         if self._writer is None:
-            self._writer = HfWriter(self._folder / "weight_update", replace=True)
+            self._writer = HfWriter(self._own / "weights", max_shard_bytes=self._bucket_bytes)
         for name, tensor in bucket.tensors():
             self._writer.add(name, tensor)
-        if version is None:
+        if not bucket.last:
             return
         self._writer.close()
-        written, self._writer = self._writer.folder, None
-        target = written.with_name(f"weight_v{version}")
-        shutil.rmtree(target, ignore_errors=True)
-        written.rename(target)
+        target, self._writer = self._writer.folder, None
         on_all(
             self._servers,
-            lambda server: server.update_weights_from_disk(str(target), weight_version=version, flush_cache=False),
+            lambda server: server.update_weights_from_disk(str(target), weight_version=None, flush_cache=False),
             f"loading weights from {target}",
         )
         shutil.rmtree(target)
 
+    def finish(self) -> None:
+        """Nothing is under way: `start` returns when the bucket is copied."""
+
     def release(self) -> None:
         """Nothing is kept: servers with pipeline stages are not sent to in this way."""
 
+    def reset(self) -> None:
+        """Removes the files of a push that failed."""
+        self._writer = None
+        shutil.rmtree(self._own, ignore_errors=True)
+
     def close(self) -> None:
-        """Nothing stays open between two pushes."""
+        """Removes the run's own folder."""
+        self.reset()

@@ -7,6 +7,7 @@ the time limit, naming the server, where one refuses a bucket instead of receivi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import socket
 import time
@@ -16,89 +17,128 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
 
-from slimrl.weights.buckets import Bucket, ReusedBuffer
+from slimrl.weights.buckets import Bucket, ReusedBuffer, TwoInTurn
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, results
 
 LOAD_FORMAT = "flattened_bucket"
 POLL_INTERVAL_S = 0.0005
 FAILURE_GRACE_S = 5.0
+LEAVE_TIMEOUT_S = 10.0  # a server that still waits for a broadcast cannot leave the group
+WHAT = "updating weights from a broadcast"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A bucket under way: our broadcast, and each server's answer."""
+
+    work: dist.Work
+    answers: list[Future[None]]
 
 
 class DistributedTransport:
-    """The sending end, on trainer rank 0. The group is opened by the first `send` and used until `close`."""
+    """The sending end, on trainer rank 0. The group is opened by the first `start` and used until `close`."""
 
     def __init__(
         self, servers: list[ServerControl], engine_sizes: list[int], device: torch.device, timeout_s: float
     ) -> None:
         """`engine_sizes` are the tensor-parallel sizes of the servers, in their order."""
-        self.buffer = ReusedBuffer(device)
+        self.buffer = TwoInTurn(ReusedBuffer(device), ReusedBuffer(device))
         self._servers = servers
         self._engine_sizes = engine_sizes
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._timeout_s = timeout_s
-        self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
         self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
+        self._flight: _Flight | None = None
         self._pool = ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="weight-broadcast")
 
-    def send(self, bucket: Bucket, version: str | None) -> None:
-        """Returns once every server has loaded the bucket; `version` goes with the last one.
+    def start(self, bucket: Bucket) -> None:
+        """Begins the broadcast. Raises WeightSyncError naming a server that does not join the group."""
+        if self._group is None:
+            # a name of its own each time: a server may still hold a group that a failed push left
+            self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
+            self._group = self._connect()
+        answers = [self._pool.submit(self._receive, server, bucket) for server in self._servers]
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._flight = _Flight(self._group.broadcast([bucket.flat], options), answers)
+
+    def finish(self) -> None:
+        """Returns once every server has loaded the bucket started last.
 
         Raises WeightSyncError naming the server that refused it, or the time limit.
         """
-        if self._group is None:
-            self._group = self._connect()
-        futures = [self._pool.submit(self._receive, server, bucket, version) for server in self._servers]
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        work = self._group.broadcast([bucket.flat], options)
-        self._wait(work, futures)
-        results(self._servers, futures, "updating weights from a broadcast")
+        if self._flight is None:
+            return
+        self._wait(self._flight)
+        results(self._servers, self._flight.answers, WHAT)
+        self._flight = None
 
     def release(self) -> None:
         """Nothing is kept: servers with pipeline stages are not sent to in this way."""
 
+    def reset(self) -> None:
+        """Leaves the group after a failure, with whatever is still pending on it; the next `start` opens another."""
+        failed, self._flight = self._flight is not None, None
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        if failed and self._backend == "nccl":
+            # ends our pending broadcast, which would else hold the device, and this process, for ever
+            _abort_process_group(group)
+        # servers first: their leaving ends what is pending here on gloo, which has no abort of its own
+        with contextlib.suppress(WeightSyncError):
+            on_all(
+                self._servers,
+                lambda server: server.destroy_weights_update_group(self._group_name, timeout_s=LEAVE_TIMEOUT_S),
+                "leaving the weight update group",
+            )
+        if not (failed and self._backend == "nccl"):
+            dist.destroy_process_group(group)
+
     def close(self) -> None:
         """Leaves the group; servers that are gone already are passed over."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            with contextlib.suppress(WeightSyncError):
-                on_all(
-                    self._servers,
-                    lambda server: server.destroy_weights_update_group(self._group_name),
-                    "leaving the weight update group",
-                )
-            dist.destroy_process_group(group)
-        self._pool.shutdown()
+        self.reset()
+        self._pool.shutdown(wait=False)  # a call to a server that hangs ends with its own time limit
 
-    def _receive(self, server: ServerControl, bucket: Bucket, version: str | None) -> None:
+    def _receive(self, server: ServerControl, bucket: Bucket) -> None:
         server.update_weights_from_distributed(
             names=[entry.name for entry in bucket.entries],
             dtypes=[str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
             shapes=[list(entry.shape) for entry in bucket.entries],
             group_name=self._group_name,
             load_format=LOAD_FORMAT,
-            weight_version=version,
+            weight_version=None,
             flush_cache=False,
         )
 
-    def _wait(self, work: dist.Work, futures: list[Future[None]]) -> None:
+    def _wait(self, flight: _Flight) -> None:
         """Waits for the broadcast, unless a server fails meanwhile: it would never arrive."""
         deadline = time.monotonic() + self._timeout_s
-        while not work.is_completed():
-            if any(future.done() and future.exception() is not None for future in futures):
-                wait(futures, FAILURE_GRACE_S)  # the others may be about to fail for the same reason
-                failed = [(s, f) for s, f in zip(self._servers, futures, strict=True) if f.done()]
-                results([s for s, _ in failed], [f for _, f in failed], "updating weights from a broadcast")
+        while not flight.work.is_completed():
+            if any(answer.done() and answer.exception() is not None for answer in flight.answers):
+                self._raise_failed(flight)
             if time.monotonic() > deadline:
-                waiting = [s.url for s, f in zip(self._servers, futures, strict=True) if not f.done()]
+                waiting = [s.url for s, f in zip(self._servers, flight.answers, strict=True) if not f.done()]
                 raise WeightSyncError(
                     f"the broadcast of weights to {', '.join(waiting)} took more than {self._timeout_s:g} s:"
-                    " look into the logs of those servers"
+                    " look into the logs of those servers",
+                    final=True,
                 )
             time.sleep(POLL_INTERVAL_S)
-        work.wait()
+        try:
+            flight.work.wait()
+        except RuntimeError as error:  # the connection to a server broke, and the error does not say to which
+            self._raise_failed(flight)
+            raise WeightSyncError(f"{WHAT} failed here: {error}") from error
+
+    def _raise_failed(self, flight: _Flight) -> None:
+        """Raises WeightSyncError naming the servers that have failed by now; returns where none has."""
+        wait(flight.answers, FAILURE_GRACE_S)  # others may be about to fail for the same reason
+        done = [(s, f) for s, f in zip(self._servers, flight.answers, strict=True) if f.done()]
+        results([s for s, _ in done], [f for _, f in done], WHAT)
 
     def _connect(self) -> dist.ProcessGroup:
         """Opens the store, has every server join, and joins as rank 0."""

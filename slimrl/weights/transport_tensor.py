@@ -10,13 +10,21 @@ kept until `release`.
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
 from slimrl.weights.buckets import Bucket
-from slimrl.weights.servers import ServerControl, WeightSyncError, on_all
-from slimrl.weights.shared_memory import CudaSharedBuffer, HostSharedBuffer, Reference, SharedBuffer, serialize
+from slimrl.weights.servers import ServerControl, WeightSyncError, results
+from slimrl.weights.shared_memory import (
+    CudaSharedBuffer,
+    HostSharedBuffer,
+    Reference,
+    SharedBuffer,
+    TwoSharedInTurn,
+    serialize,
+)
 
 LOAD_FORMAT = "flattened_bucket"
 
@@ -64,13 +72,13 @@ class EngineLink:
         dist.gather_object(own, gathered, dst=self.leader, group=self.group)
         return None if gathered is None else dict(zip(members, gathered, strict=True))
 
-    def share_error(self, error: str | None) -> str | None:
+    def share_error(self, error: WeightSyncError | None) -> WeightSyncError | None:
         """The leader's error on every supplier; returns only once all of them have come here."""
         if self.group is None:
             return error
-        box = [error]
+        box = [None if error is None else (str(error), error.final)]
         dist.broadcast_object_list(box, src=self.leader, group=self.group)
-        return box[0]
+        return None if box[0] is None else WeightSyncError(box[0][0], final=box[0][1])
 
 
 class TensorTransport:
@@ -78,45 +86,54 @@ class TensorTransport:
 
     def __init__(self, links: list[EngineLink], device: torch.device) -> None:
         self._links = links
+        self._pool = ThreadPoolExecutor(max_workers=len(links), thread_name_prefix="weight-references")
+        self._calls: list[tuple[ServerControl, Future[None]]] | None = None
         keep = any(link.has_stages for link in links)
-        self.buffer: SharedBuffer = CudaSharedBuffer(device) if device.type == "cuda" else HostSharedBuffer(keep=keep)
 
-    def send(self, bucket: Bucket, version: str | None) -> None:
-        """Returns once every engine of this rank has copied the bucket; `version` goes with the last one.
+        def make() -> SharedBuffer:
+            return CudaSharedBuffer(device) if device.type == "cuda" else HostSharedBuffer(keep=keep)
+
+        self.buffer: SharedBuffer = TwoSharedInTurn(make(), make())
+
+    def start(self, bucket: Bucket) -> None:
+        """Tells every engine of this rank where the bucket is; collective over the suppliers of each engine."""
+        self._calls = []
+        for link in self._links:
+            payloads = link.payloads(bucket, self.buffer.reference())
+            if payloads is not None:
+                self._calls.append((link.server, self._pool.submit(_load, link.server, payloads)))
+
+    def finish(self) -> None:
+        """Returns once every engine of this rank has copied the bucket started last.
 
         Of an engine with pipeline stages the first has. Collective over the suppliers of each engine. Raises
         WeightSyncError, on all of them, naming the server.
         """
-        led: list[tuple[ServerControl, list[str]]] = []
-        for link in self._links:
-            payloads = link.payloads(bucket, self.buffer.reference())
-            if payloads is not None:
-                led.append((link.server, payloads))
-        error = self._post(led, version)
+        if self._calls is None:
+            return
+        calls, self._calls = self._calls, None
+        error = None
+        try:
+            results([s for s, _ in calls], [call for _, call in calls], "updating weights from shared tensors")
+        except WeightSyncError as failed:
+            error = failed
         errors = [link.share_error(error) for link in self._links]
         failed = next((found for found in errors if found is not None), None)
         if failed is not None:
-            raise WeightSyncError(failed)
+            raise failed
 
     def release(self) -> None:
         """Gives up what was kept for later pipeline stages: every one has read it."""
         self.buffer.release()
 
+    def reset(self) -> None:
+        """Nothing is left by a failed push but memory that later stages may still read."""
+
     def close(self) -> None:
         """Gives the shared memory up."""
+        self._pool.shutdown()
         self.buffer.close()
 
-    @staticmethod
-    def _post(led: list[tuple[ServerControl, list[str]]], version: str | None) -> str | None:
-        by_url = {server.url: payloads for server, payloads in led}
-        try:
-            on_all(
-                [server for server, _ in led],
-                lambda server: server.update_weights_from_tensor(
-                    by_url[server.url], load_format=LOAD_FORMAT, weight_version=version, flush_cache=False
-                ),
-                "updating weights from shared tensors",
-            )
-        except WeightSyncError as error:
-            return str(error)
-        return None
+
+def _load(server: ServerControl, payloads: list[str]) -> None:
+    server.update_weights_from_tensor(payloads, load_format=LOAD_FORMAT, weight_version=None, flush_cache=False)

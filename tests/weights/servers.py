@@ -29,9 +29,12 @@ class RecordingServer:
     def begin_weight_update(self) -> None:
         self.calls.append("begin")
 
-    def end_weight_update(self, version: str) -> None:
-        self.calls.append(f"end {version}")
+    def commit_weight_update(self, version: str) -> None:
+        self.calls.append(f"commit {version}")
         self.version = version
+
+    def continue_(self) -> None:
+        self.calls.append("continue")
 
     def settle(self) -> None:
         self.calls.append("settle")

@@ -57,7 +57,7 @@ def updater_for(
     transport = transport or TensorTransport([EngineLink(server, 1, (0,), None) for server in servers], CPU)
     sizes = [1] * len(servers)
     source = ModelSource(SHAPE, FAMILY, parallel)
-    return WeightUpdater(source, servers, sizes, [transport], {0}, bucket_bytes, with_stages)
+    return WeightUpdater(source, servers, sizes, [transport], {0}, bucket_bytes, with_stages, 0.0)
 
 
 def test_every_server_gets_every_tensor_and_then_the_version():
@@ -65,7 +65,7 @@ def test_every_server_gets_every_tensor_and_then_the_version():
     model = random_model(1)
     report = updater_for(*servers).push(model, version="3", check_equal=True)
     for server in servers:
-        assert server.calls == ["begin", *["update"] * report.buckets, "end 3"]
+        assert server.calls == ["begin", *["update"] * report.buckets, "commit 3", "continue"]
         assert sorted(server.tensors) == sorted(FAMILY.hf_names(SHAPE))
     weights = dict(model.named_parameters())
     assert torch.equal(
@@ -87,7 +87,7 @@ def test_a_server_with_pipeline_stages_is_waited_for_before_memory_is_given_up()
     report = updater_for(plain, staged, transport=ReleasingTransport(links, CPU), with_stages=(1,)).push(
         random_model(1), version="3"
     )
-    assert staged.calls == ["begin", *["update"] * report.buckets, "end 3", "settle", "released"]
+    assert staged.calls == ["begin", *["update"] * report.buckets, "commit 3", "continue", "settle", "released"]
     assert "settle" not in plain.calls
     assert sorted(staged.tensors) == sorted(FAMILY.hf_names(SHAPE))
 
@@ -112,17 +112,17 @@ def test_a_server_that_refuses_a_bucket_is_named_and_no_server_goes_on():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1)]
     with pytest.raises(WeightSyncError, match=r"failed on http://b: out of memory"):
         updater_for(*servers).push(random_model(1), version="3")
-    assert all("end 3" not in server.calls for server in servers)
+    assert all("continue" not in server.calls for server in servers)
 
 
 class CorruptingTransport(TensorTransport):
     """Turns over one bit of one tensor on its way."""
 
-    def send(self, bucket, version):
+    def start(self, bucket):
         for name, tensor in bucket.tensors():
             if name == "model.layers.1.mlp.up_proj.weight":
                 tensor.view(torch.int32)[3, 5] ^= 1
-        super().send(bucket, version)
+        super().start(bucket)
 
 
 def test_the_proof_of_equality_finds_one_wrong_bit():
