@@ -35,6 +35,7 @@ from slimrl.megatron.freeze import freeze_parameters, trained_weights
 from slimrl.megatron.loss import PolicyLossSettings, PolicyLossSums
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
+from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.reference import ReferenceWeights
 from slimrl.megatron.step_guard import StepGuard
@@ -48,6 +49,7 @@ class MegatronTrainer:
 
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
     that was resumed, else None), `parallel`, `stages` (the bare GPTModels of this rank: one, but for virtual stages).
+    `memory` puts all of it to sleep and wakes it; a trainer that sleeps refuses to train and to save.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class MegatronTrainer:
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
         self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
+        self.memory = memory_of(self._wrapped, self.optimizer, self.parallel.device)
         self._log_prob_settings = LogProbSettings(
             vocab_size=args.vocab_size,
             temperature=args.rollout_temperature,
@@ -150,6 +153,7 @@ class MegatronTrainer:
         `batch` holds the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError where
         loss or gradient is not finite, as `StepGuard` says; weights and optimizer are as before that step then.
         """
+        self.memory.require("training", State.AWAKE)
         steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
         everything = [micro_batch for step in steps for micro_batch in step]
         passes = 1 + self.args.compute_advantages_and_returns + (self._reference is not None)
@@ -255,6 +259,7 @@ class MegatronTrainer:
         Collective; `data_state` is rank 0's. The checkpoint appears whole or not at all. Raises ValueError where
         no folder is given.
         """
+        self.memory.require("saving a checkpoint", State.AWAKE)
         root = save_dir if save_dir is not None else self.args.save
         if root is None:
             raise ValueError("there is no folder to save to: give --save")
@@ -264,6 +269,7 @@ class MegatronTrainer:
 
     def close(self) -> None:
         """Leave the process groups; the trainer is of no use afterwards."""
+        self.memory.close()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         parallel.shutdown()

@@ -1,0 +1,250 @@
+"""A training rank that sleeps holds nothing on its device, and wakes as if it had never slept."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+from slimrl.megatron.communicators import Communicators, distinct_backends
+from slimrl.megatron.offload import AsleepError, State, TrainingMemory
+from tests.megatron import ranks, tiny
+from tests.megatron.launch import RankPool
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+class Listener:
+    """A backend that writes down what it is told."""
+
+    def __init__(self, name: str, heard: list[str]) -> None:
+        self.name, self.heard = name, heard
+
+    def suspend(self) -> None:
+        self.heard.append(f"suspend {self.name}")
+
+    def resume(self) -> None:
+        self.heard.append(f"resume {self.name}")
+
+
+def memory(weights: list[Tensor], gradients: list[Tensor], optimizer: list[Tensor], *backends: Any) -> TrainingMemory:
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    return TrainingMemory(lambda: parts, CPU, Communicators(backends))
+
+
+def size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+# -- parking ---------------------------------------------------------------------------------------------------------
+
+
+def test_sleeping_empties_the_memory_and_waking_fills_it_again_bit_for_bit():
+    weight = torch.tensor([1.5, float("nan"), -0.0, 3e38])
+    moment = torch.arange(6.0, dtype=torch.bfloat16)
+    bits = weight.view(torch.int32).clone(), moment.view(torch.int16).clone()
+    gradient = torch.ones(3)
+    sleeper = memory([weight], [gradient], [moment])
+    assert sleeper.sleep() == {"weights": 16, "gradients": 12, "optimizer": 12}
+    assert [size(tensor) for tensor in (weight, gradient, moment)] == [0, 0, 0]
+    sleeper.wake()
+    assert torch.equal(weight.view(torch.int32), bits[0]) and torch.equal(moment.view(torch.int16), bits[1])
+    assert gradient.tolist() == [0, 0, 0]  # a step begins with zeros: there is nothing to keep
+
+
+def test_views_stay_views_of_the_same_memory():
+    whole = torch.arange(10.0)
+    first, last = whole[:4], whole[6:]
+    sleeper = memory([whole, first], [], [last])
+    assert sleeper.sleep() == {"weights": 40, "gradients": 0, "optimizer": 0}  # counted once, as weights
+    sleeper.wake()
+    whole += 1
+    assert first.tolist() == [1, 2, 3, 4] and last.tolist() == [7, 8, 9, 10]
+
+
+def test_memory_larger_than_a_chunk_comes_back_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slimrl.megatron.offload.CHUNK_BYTES", KIB)
+    values = torch.randn(1000)  # 3 chunks of 1 KiB and one of 928 bytes
+    before = values.clone()
+    sleeper = memory([values], [], [])
+    sleeper.sleep()
+    assert [chunk.numel() for chunk in sleeper._parked["weights"][0].chunks] == [KIB, KIB, KIB, 928]
+    sleeper.wake()
+    assert torch.equal(values, before)
+
+
+def test_for_a_push_the_weights_stay_and_leave_later():
+    weight, gradient, moment = torch.ones(2), torch.ones(2), torch.ones(2)
+    heard: list[str] = []
+    sleeper = memory([weight], [gradient], [moment], Listener("a", heard), Listener("b", heard))
+    assert sleeper.sleep(keep_weights=True) == {"gradients": 8, "optimizer": 8}
+    assert weight.tolist() == [1, 1] and (size(gradient), size(moment)) == (0, 0)
+    assert heard == []  # a push gathers over the ranks
+    assert sleeper.sleep() == {"weights": 8}
+    assert heard == ["suspend a", "suspend b"]
+    sleeper.wake()
+    assert heard[2:] == ["resume a", "resume b"]
+    assert (weight.tolist(), moment.tolist()) == ([1, 1], [1, 1])
+
+
+def test_what_is_not_there_is_refused_by_name():
+    sleeper = memory([torch.ones(2)], [], [])
+    with pytest.raises(AsleepError, match="cannot be woken: it is awake already"):
+        sleeper.wake()
+    sleeper.sleep(keep_weights=True)
+    sleeper.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
+    with pytest.raises(AsleepError, match="^train needs a training rank that is awake, and it is awake with"):
+        sleeper.require("train", State.AWAKE)
+    sleeper.sleep()
+    with pytest.raises(AsleepError, match="a weight update needs .* awake or awake with its weights alone, and"):
+        sleeper.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
+    for keep_weights in (True, False):
+        with pytest.raises(AsleepError, match="cannot go to sleep: it is asleep already"):
+            sleeper.sleep(keep_weights=keep_weights)
+
+
+# -- communicators ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Group:
+    """A process group of `ranks` ranks with a backend."""
+
+    ranks: int
+    backend: object
+
+    def size(self) -> int:
+        return self.ranks
+
+    def _get_backend(self, device: torch.device) -> object:
+        return self.backend
+
+
+def test_each_communicator_of_several_ranks_is_suspended_once():
+    shared, own = object(), object()
+    groups: Any = [Group(4, shared), Group(1, object()), Group(2, own), Group(4, shared)]
+    assert distinct_backends(groups, CPU) == [shared, own]
+
+
+def test_scratch_is_dropped_with_the_first_sleep():
+    dropped = []
+    parts: dict[Any, list[Tensor]] = {"weights": [], "gradients": [], "optimizer": []}
+    TrainingMemory(lambda: parts, CPU, Communicators([]), lambda: dropped.append(1)).sleep(keep_weights=True)
+    assert dropped == [1]
+
+
+def test_a_run_that_ends_asleep_gives_communicators_back_first():
+    heard: list[str] = []
+    sleeper = memory([torch.ones(1)], [], [], Listener("a", heard))
+    sleeper.close()
+    assert heard == []
+    sleeper.sleep()
+    sleeper.close()
+    assert heard == ["suspend a", "resume a"]
+
+
+# -- real trainers ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank ends with."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    left_asleep: int | None  # bytes of all tensors of this process outside the parked copies
+    parked: dict[str, int]
+    held: dict[str, float]  # what the parts have to be, by counting weights
+
+
+def train(
+    rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], sleeps: bool
+) -> Outcome:
+    """Three rollouts, with a sleep after each of them or without."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics, left, parked = [], None, {}
+    for rollout_id, rollout in enumerate(rollouts):
+        metrics += trainer.train(rollout_id, ranks.share_of(trainer, rollout))
+        if sleeps:
+            parked = trainer.memory.sleep(keep_weights=True) | trainer.memory.sleep()
+            left = _tensor_bytes(trainer)
+            trainer.memory.wake()
+    weights, held = ranks.export(trainer), _held(trainer)
+    trainer.close()
+    return Outcome(metrics, weights, left, parked, held)
+
+
+def _held(trainer: Any) -> dict[str, float]:
+    """Weights as they are stored, gradients in float32, two float32 moments and, of 16-bit weights, a float32 copy."""
+    element, per_weight = (2, 12) if trainer.args.bf16 else (4, 8)
+    counts = {"dense": 0, "expert": 0}
+    for stage in trainer.stages:
+        for name, parameter in stage.named_parameters():
+            counts["expert" if ".experts." in name else "dense"] += parameter.numel()
+    parallel = trainer.parallel
+    shares = {"dense": parallel.dp_cp_group.size(), "expert": parallel.world_size // parallel.ep_size}
+    if not trainer.args.use_distributed_optimizer:
+        shares = dict.fromkeys(counts, 1)
+    weights = sum(counts.values())
+    state = sum(counts[kind] / shares[kind] for kind in counts)
+    return {"weights": weights * element, "gradients": weights * 4, "optimizer": state * per_weight}
+
+
+def _tensor_bytes(trainer: Any) -> int:
+    """Bytes of all tensors that the interpreter knows, each memory once, without the parked copies and reference."""
+    gc.collect()
+    aside = {
+        chunk.untyped_storage().data_ptr()
+        for parked in trainer.memory._parked.values()
+        for one in parked
+        for chunk in one.chunks or ()
+    }
+    if trainer._reference is not None:
+        for tensor in (*trainer._reference._reference, *trainer._reference._own):
+            aside.add(tensor.untyped_storage().data_ptr())
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(size for address, size in found.items() if address not in aside)
+
+
+SPREAD = {"use_distributed_optimizer": True}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+# name: ranks, model, flags
+LAYOUTS = {
+    "one rank": (1, "models", {}),
+    "TP2 with the distributed optimizer": (2, "models", TP2 | SPREAD),
+    "DP2 with the distributed optimizer in bfloat16": (2, "models", SPREAD | {"bf16": True}),
+    "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | {"expert_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sleeping_after_every_step_changes_nothing_and_leaves_nothing(
+    layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool
+):
+    count, kind, changes = LAYOUTS[layout]
+    models = request.getfixturevalue(kind)
+    pool = one_rank if count == 1 else two_ranks
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(3)]
+    args = tiny.tiny_args(
+        load=str(models.policy), ref_load=str(models.reference), use_kl_loss=True, kl_loss_coef=0.05,
+        **models.flags, **changes,
+    )  # fmt: skip
+    slept, awake = (pool.run(train, args, rollouts, sleeps) for sleeps in (True, False))
+    for one, other in zip(slept, awake, strict=True):
+        assert one.metrics == other.metrics
+        assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
+        assert one.parked == pytest.approx(one.held, rel=0.02)  # shares of the optimizer are rounded up
+        assert one.left_asleep < 40_000  # the states of random generators, 5 kB each
