@@ -2,6 +2,9 @@
 
 Pure and deterministic: equal input gives equal output, ties are broken by position. Knows nothing of
 tensors; `packing.py` is its caller.
+
+A *row* is the k-th bin of every rank: ranks that exchange data in every layer work on it in lockstep, and all of them
+wait for its dearest bin.
 """
 
 from __future__ import annotations
@@ -9,26 +12,37 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 
 Bins = list[list[int]]  # positions of the samples in each bin
 
 # Branch-and-bound is for small inputs, where a bin more or less matters; the limit keeps it to milliseconds.
 _SEARCH_MAX_SAMPLES = 64
 _SEARCH_MAX_NODES = 20_000
-# Full bins that spreading may look at, per sample, before it gives up: where the cap is so tight, it seldom succeeds.
-_SPREAD_PATIENCE = 12
+# Ways to fill bins one by one: which part of the spare room is kept out of reach, and how many pairs are looked at for
+# each gap. The number of pairs that packs tightest differs from input to input.
+_ATTEMPTS = ((0.9, 8), (0.5, 8), (0.0, 8), (0.0, 32), (0.0, 128))
+# A rank may cost this much more than the mean before its rows are made uneven to mend that.
+_TOLERATED_IMBALANCE = 0.005
 
 
 def lower_bound(lengths: Sequence[int], cap: int) -> int:
-    """No packing under `cap` has fewer bins: full bins for the short samples, one for each longer than the cap.
+    """No packing under `cap` has fewer bins.
 
-    Also counts samples over half the cap, no two of which can share a bin.
+    A sample longer than the cap has a bin of its own, and no two samples over half the cap share one. For any size k,
+    samples longer than cap - k leave no room for one of k or more, so that those fill other bins: the bound L2 of
+    Martello and Toth, "Knapsack Problems" (1990), chapter 8.
     """
-    short = [length for length in lengths if length <= cap]
-    over = len(lengths) - len(short)
-    by_volume = -(-sum(short) // cap)
-    by_size = sum(1 for length in short if 2 * length > cap)
-    return over + max(by_volume, by_size)
+    short = sorted(length for length in lengths if length <= cap)
+    volume = [0, *accumulate(short)]
+    half = bisect.bisect_right(short, cap / 2)
+    needed = 0
+    for size in {0, *short[:half]}:
+        least, full = bisect.bisect_left(short, size), bisect.bisect_right(short, cap - size)
+        free = (full - half) * cap - (volume[full] - volume[half])
+        middle = volume[half] - volume[least]
+        needed = max(needed, len(short) - half + max(0, -(-(middle - free) // cap)))
+    return len(lengths) - len(short) + needed
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int = 1) -> list[Bins]:
@@ -36,24 +50,20 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, g
 
     That number is a multiple of `group`.
 
-    A sample longer than the cap has a bin of its own. `costs` are evened out over the ranks, and over the bins
-    of a rank, as far as the cap leaves room. Bins stand dearest first, so that ranks work on similar ones together.
+    A sample longer than the cap has a bin of its own. `costs` are evened out over the ranks, and over the ranks in
+    each row, as far as the cap leaves room. Bins stand dearest first.
 
     Raises ValueError where there are fewer samples than bins.
     """
-    tight = best_fit_decreasing(lengths, cap)
     unit = ranks * group
     n_bins = -(-max(lower_bound(lengths, cap), 1) // unit) * unit
     while n_bins <= len(lengths):
-        dealt = _ranks_first(lengths, costs, cap, ranks, n_bins // ranks)
+        dealt = even_rows(lengths, costs, cap, ranks, n_bins // ranks)
+        if dealt is None:
+            tight = tightly(lengths, cap, n_bins)
+            dealt = None if tight is None else deal(split_to(tight, costs, n_bins), costs, ranks)
         if dealt is not None:
             return dealt
-        bins = fit(lengths, costs, cap, n_bins, tight)
-        if bins is None and len(lengths) <= _SEARCH_MAX_SAMPLES:
-            found = search(lengths, cap, n_bins)
-            bins = None if found is None else split_to(found, costs, n_bins)
-        if bins is not None:
-            return deal(bins, costs, ranks)
         n_bins += unit
     in_groups = "" if group == 1 else f" in groups of {group}"
     raise ValueError(
@@ -63,94 +73,150 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, g
     )
 
 
-def _ranks_first(
-    lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, bins_per_rank: int
-) -> list[Bins] | None:
-    """Spread the samples over the ranks, then pack each rank's own; None where one rank's do not fit its bins.
+def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, rows: int) -> list[Bins] | None:
+    """Exactly `rows` bins for each rank, of nearly equal cost in each row; None where the samples do not fit so.
 
-    The totals of the ranks come out far more even than by dealing out finished bins.
+    The ranks that hold a sample dearer than a bin's fair share are ahead of the others in its row. Either the further
+    rows are even nevertheless, or lighter on these ranks: that schedule is taken which is better in the mean of two
+    cases, ranks that wait for each other after every row and only at the end.
     """
-    held = [min(length, cap) for length in lengths]  # a longer sample takes a whole bin
-    shares = spread(held, costs, cap * bins_per_rank, ranks)
-    if shares is None:
+    top, fair = row_targets(costs, ranks, rows)
+    top_targets = [target for target in top for _ in range(ranks)]
+    n_top, left = len(top_targets), rows - len(top)
+    level = spread(lengths, costs, cap, top_targets + [fair] * (ranks * left))
+    if level is None:
         return None
-    _top_up(shares, costs, bins_per_rank)
-    result = []
-    for share in shares:
-        own_lengths, own_costs = [lengths[i] for i in share], [costs[i] for i in share]
-        own_tight = best_fit_decreasing(own_lengths, cap)
-        own_bins = fit(own_lengths, own_costs, cap, bins_per_rank, own_tight)
-        if own_bins is None:
-            return None
-        by_cost = sorted(own_bins, key=lambda group: (-sum(own_costs[i] for i in group), group))
-        result.append([[share[i] for i in group] for group in by_cost])
-    return result
+    first = deal(level, costs, ranks)
+    if not top or not left or imbalance(first, costs) <= _TOLERATED_IMBALANCE:
+        return first
+    # Once more with the same top rows, and targets for the others that bring each rank's total near the mean.
+    top_costs = bin_costs(level[:n_top], costs)
+    owners, total = assign(top_costs, ranks), sum(costs)
+    spent = [sum(cost for cost, owner in zip(top_costs, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    shares = fill_up(spent, (1 + _TOLERATED_IMBALANCE) * total / ranks, total - sum(spent))
+    owners += [rank for rank in range(ranks) for _ in range(left)]
+    leaning = spread(lengths, costs, cap, top_targets + [shares[rank] / left for rank in owners[n_top:]])
+    if leaning is None:
+        return first
+    second = by_owner(leaning, owners, costs, ranks)
+    return min(first, second, key=lambda dealt: lockstep_loss(dealt, costs) + imbalance(dealt, costs))
 
 
-def _top_up(shares: Bins, costs: Sequence[float], at_least: int) -> None:
-    """Move the cheapest samples of the dearest shares, in place, until every share has `at_least` samples."""
-    for poor in shares:
-        while len(poor) < at_least:
-            donor = max((share for share in shares if len(share) > at_least), key=lambda s: sum(costs[i] for i in s))
-            cheapest = min(donor, key=lambda i: (costs[i], i))
-            donor.remove(cheapest)
-            poor.append(cheapest)
+def row_targets(costs: Sequence[float], ranks: int, rows: int) -> tuple[list[float], float]:
+    """What the bins of each top row should cost, and all others: a row is as dear as its dearest sample, or fair.
 
-
-def fit(lengths: Sequence[int], costs: Sequence[float], cap: int, n_bins: int, tight: Bins) -> Bins | None:
-    """Exactly `n_bins` bins under the cap, none empty: evenly spread, or else the bins of `tight` split up.
-
-    None where neither gives so few; needs at least `n_bins` samples.
+    The rows take the samples from the dearest down, one to a bin.
     """
-    even = spread(lengths, costs, cap, n_bins)
-    if even is not None:
-        return even
-    return split_to(tight, costs, n_bins) if len(tight) <= n_bins else None
+    dearest_first = sorted(costs, reverse=True)
+    rest, top = sum(costs), []
+    for row in range(rows):
+        bins_left = (rows - row) * ranks
+        dearest = dearest_first[row * ranks]
+        if dearest * bins_left <= rest:
+            return top, rest / bins_left
+        top.append(dearest)
+        rest -= dearest * ranks
+    return top, 0.0
 
 
-def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, n_bins: int) -> Bins | None:
-    """Exactly `n_bins` bins of nearly equal cost: each sample, dearest first, to the cheapest bin it fits.
+def fill_up(spent: Sequence[float], limit: float, rest: float) -> list[float]:
+    """Shares that add up to `rest`, the largest as small as possible, with no `spent[i] + share[i]` above `limit`.
 
-    None where a sample fits no bin, or finding one takes too long. Needs at least `n_bins` samples; then none is empty.
+    Where a `spent` is above it already, its share is 0. Needs limits that `rest` fits under.
     """
-    bins: Bins = [[] for _ in range(n_bins)]
-    room = [cap] * n_bins
-    heap = [(0.0, position) for position in range(n_bins)]
-    patience = _SPREAD_PATIENCE * len(lengths)
-    for sample in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+    rooms = [max(limit - amount, 0.0) for amount in spent]
+    level = 0.0
+    for position, room in enumerate(sorted(rooms)):
+        level = rest / (len(rooms) - position)
+        if room >= level:
+            break
+        rest -= room
+    return [min(level, room) for room in rooms]
+
+
+def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, targets: Sequence[float]) -> Bins | None:
+    """A bin for each target: each sample, dearest first, to the bin that lacks most to its target and has room.
+
+    None where a sample fits no bin. Needs at least as many samples as bins; then none is empty.
+    """
+    bins: Bins = [[] for _ in targets]
+    room = [cap] * len(targets)
+    empty = len(targets)
+    lacking = [(-target, position) for position, target in enumerate(targets)]
+    heapq.heapify(lacking)
+    too_full: list[tuple[int, tuple[float, int]]] = []  # (-room, entry of `lacking`): waiting for a shorter sample
+    order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
+    for placed, sample in enumerate(order):
         length = lengths[sample]
-        too_full = []
-        while heap and room[heap[0][1]] < length and bins[heap[0][1]]:
-            too_full.append(heapq.heappop(heap))
-        patience -= len(too_full)
-        if not heap or patience < 0:
+        if empty and empty == len(order) - placed:  # one for each empty bin
+            lacking = [(0.0, position) for position, samples in enumerate(bins) if not samples]
+            too_full = []
+        while too_full and -too_full[0][0] >= length:
+            heapq.heappush(lacking, heapq.heappop(too_full)[1])
+        while lacking and room[lacking[0][1]] < length and bins[lacking[0][1]]:
+            entry = heapq.heappop(lacking)
+            heapq.heappush(too_full, (-room[entry[1]], entry))
+        if not lacking:
             return None
-        cost, target = heap[0]
-        heapq.heapreplace(heap, (cost + costs[sample], target))
-        for entry in too_full:
-            heapq.heappush(heap, entry)
+        value, target = lacking[0]
+        if empty == len(order) - placed:
+            heapq.heappop(lacking)
+        else:
+            heapq.heapreplace(lacking, (value + costs[sample], target))
+        empty -= not bins[target]
         bins[target].append(sample)
         room[target] -= length
     return bins
 
 
-def best_fit_decreasing(lengths: Sequence[int], cap: int) -> Bins:
-    """Each sample, longest first, to the fullest bin that still has room; a new bin where none has."""
-    bins: Bins = []
-    by_room: list[tuple[int, int]] = []  # (room left, bin), sorted
-    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[sample]
-        slot = bisect.bisect_left(by_room, (length, -1))
-        if slot == len(by_room):
-            bins.append([sample])
-            target, room = len(bins) - 1, cap - length
-        else:
-            room, target = by_room.pop(slot)
-            bins[target].append(sample)
-            room -= length
-        if room > 0:
-            bisect.insort(by_room, (room, target))
+def tightly(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
+    """At most `n_bins` bins, whatever they cost; None where so few are not found.
+
+    First with most of the spare room kept out of reach, so that it is not all left in the last bins.
+    """
+    spare = n_bins * cap - sum(min(length, cap) for length in lengths)
+    for kept, width in _ATTEMPTS:
+        bins = fill_one_by_one(lengths, cap - int(kept * spare / n_bins), width)
+        if len(bins) <= n_bins:
+            return bins
+    return search(lengths, cap, n_bins) if len(lengths) <= _SEARCH_MAX_SAMPLES else None
+
+
+def fill_one_by_one(lengths: Sequence[int], cap: int, width: int) -> Bins:
+    """Fill one bin after the other: the longest sample left, then whichever one or two leave the smallest gap.
+
+    Of two, those of about half the gap are tried first, `width` pairs: there are many of that size, and the short
+    samples, which fill any gap, are left for the last bins.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
+    left = [lengths[i] for i in order]  # ascending, and beside it their positions
+    bins = []
+    while left:
+        bins.append([order.pop()])
+        gap = cap - left.pop()
+        while left and left[0] <= gap:
+            for chosen in _best_fit(left, gap, width):
+                bins[-1].append(order.pop(chosen))
+                gap -= left.pop(chosen)
     return bins
+
+
+def _best_fit(left: list[int], gap: int, width: int) -> tuple[int, ...]:
+    """Which one of the ascending `left`, or which two, the later one first, come nearest to `gap` from below."""
+    single = bisect.bisect_right(left, gap) - 1
+    best, chosen = left[single], (single,)
+    if best == gap or 2 * left[-1] < gap:  # two cannot do it: the longest is one of more
+        return chosen
+    middle = bisect.bisect_left(left, gap - gap // 2)
+    for longer in range(middle, min(middle + width, single + 1)):
+        shorter = min(bisect.bisect_right(left, gap - left[longer]), longer) - 1
+        if shorter < 0:
+            continue
+        if left[longer] + left[shorter] > best:
+            best, chosen = left[longer] + left[shorter], (longer, shorter)
+            if best == gap:
+                break
+    return chosen
 
 
 def split_to(bins: Bins, costs: Sequence[float], n_bins: int) -> Bins:
@@ -165,7 +231,7 @@ def split_to(bins: Bins, costs: Sequence[float], n_bins: int) -> Bins:
             singles.append(entry)
             continue
         group = entry[2]
-        halves = spread([0] * len(group), [costs[i] for i in group], 0, 2)
+        halves = spread([0] * len(group), [costs[i] for i in group], 0, [0.0, 0.0])
         for half in halves or []:
             members = [group[i] for i in half]
             heapq.heappush(heap, (-sum(costs[i] for i in members), order, members))
@@ -220,18 +286,48 @@ def search(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
 
 
 def deal(bins: Bins, costs: Sequence[float], ranks: int) -> list[Bins]:
-    """Give every rank the same number of bins and nearly the same cost; `len(bins)` is a multiple of `ranks`.
+    """Give every rank the same number of bins and nearly the same cost; `len(bins)` is a multiple of `ranks`."""
+    return by_owner(bins, assign(bin_costs(bins, costs), ranks), costs, ranks)
+
+
+def assign(bin_costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank of each bin.
 
     Dearest bins first, `ranks` at a time, the dearest of each round to the rank with the least so far: the
     ranks' totals are even, and so are the costs of the bins that the ranks work on at the same time.
     """
-    bin_costs = [sum(costs[i] for i in group) for group in bins]
-    order = sorted(range(len(bins)), key=lambda b: (-bin_costs[b], b))
-    dealt: list[Bins] = [[] for _ in range(ranks)]
+    order = sorted(range(len(bin_costs)), key=lambda b: (-bin_costs[b], b))
+    owners = [0] * len(bin_costs)
     totals = [0.0] * ranks
     for start in range(0, len(order), ranks):
         poorest_first = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
         for rank, chosen in zip(poorest_first, order[start : start + ranks], strict=True):
-            dealt[rank].append(bins[chosen])
+            owners[chosen] = rank
             totals[rank] += bin_costs[chosen]
+    return owners
+
+
+def by_owner(bins: Bins, owners: Sequence[int], costs: Sequence[float], ranks: int) -> list[Bins]:
+    """The bins of each rank, dearest first."""
+    worth = bin_costs(bins, costs)
+    dealt: list[Bins] = [[] for _ in range(ranks)]
+    for position in sorted(range(len(bins)), key=lambda b: (-worth[b], b)):
+        dealt[owners[position]].append(bins[position])
     return dealt
+
+
+def bin_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
+    """The cost of each bin."""
+    return [sum(costs[i] for i in samples) for samples in bins]
+
+
+def lockstep_loss(dealt: list[Bins], costs: Sequence[float]) -> float:
+    """Time lost by ranks that wait for each other after every row, relative to the mean rank's work."""
+    rows = list(zip(*(bin_costs(bins, costs) for bins in dealt), strict=True))
+    return sum(max(row) for row in rows) * len(dealt) / sum(sum(row) for row in rows) - 1
+
+
+def imbalance(dealt: list[Bins], costs: Sequence[float]) -> float:
+    """Time lost by ranks that wait for each other after their last bin, relative to the mean rank's work."""
+    totals = [sum(bin_costs(bins, costs)) for bins in dealt]
+    return max(totals) * len(dealt) / sum(totals) - 1

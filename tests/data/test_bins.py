@@ -52,12 +52,23 @@ def test_small_inputs_get_the_fewest_bins_that_are_a_multiple_of_the_ranks(lengt
 
 
 def test_a_packing_that_greedy_rules_miss_is_found():
-    # Two bins of exactly 10 (5+3+2 and 4+2+2+2); best-fit decreasing puts 5 with 4, and a 2 is left over.
-    lengths = [5, 4, 3, 2, 2, 2, 2]
-    assert len(bins.best_fit_decreasing(lengths, 10)) == 3
-    assert bins.spread(lengths, [float(length) for length in lengths], 10, 2) is None
-    dealt = bins.pack(lengths, [float(length) for length in lengths], 10, 1)
-    assert sorted(sum(lengths[i] for i in group) for group in dealt[0]) == [10, 10]
+    # 9 + 7 + 2 + 2 and 8 + 6 + 6; a rule that looks at one bin at a time does not see that the sixes belong together.
+    lengths = [9, 8, 7, 6, 6, 2, 2]
+    costs = [float(length) for length in lengths]
+    assert bins.spread(lengths, costs, 20, [0.0, 0.0]) is None
+    assert len(bins.fill_one_by_one(lengths, 20, 8)) == 3
+    dealt = bins.pack(lengths, costs, 20, 1)
+    assert sorted(sum(lengths[i] for i in group) for group in dealt[0]) == [20, 20]
+
+
+def test_a_gap_is_closed_by_two_samples_where_no_one_sample_does():
+    # 6 leaves a gap of 4: 3 alone would leave 1, two of 2 leave nothing.
+    assert bins.fill_one_by_one([6, 3, 2, 2], 10, 8) == [[0, 2, 3], [1]]
+
+
+def test_room_that_no_sample_is_short_enough_for_counts_as_lost():
+    assert sum([9, 9, 9, 9, 2]) <= 4 * 10
+    assert bins.lower_bound([9, 9, 9, 9, 2], 10) == 5
 
 
 def test_a_sample_longer_than_the_cap_is_alone():
@@ -72,15 +83,70 @@ def test_ranks_with_one_dear_sample_still_get_their_share_of_bins():
     assert [len(rank) for rank in dealt] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("samples", "ranks", "cap"), [(4096, 64, 16384), (512, 8, 16384), (256, 4, 8192)])
-def test_log_normal_lengths_are_packed_at_the_lower_bound_and_balanced_within_a_percent(samples, ranks, cap):
-    rng = random.Random(samples)
-    lengths = [min(max(round(math.exp(rng.gauss(7.5, 0.8))), 16), cap) for _ in range(samples)]
+def log_normal(mean: float, sigma: float, samples: int, cap: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [min(max(round(math.exp(rng.gauss(math.log(mean), sigma))), 16), cap) for _ in range(samples)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "cap"),
+    [
+        (log_normal(2500, 1.0, 4096, 16384, 4096), 64, 16384),
+        (log_normal(2000, 0.8, 4096, 16384, 0), 64, 16384),  # a few samples are dearer than a fair bin
+        (log_normal(3000, 1.2, 4096, 16384, 1), 64, 16384),
+        (log_normal(3850, 0.9, 4096, 16384, 3), 64, 16384),  # almost no room to spare
+        (log_normal(1800, 0.8, 512, 16384, 512), 8, 16384),
+    ],
+)
+def test_log_normal_lengths_are_packed_at_the_lower_bound_and_balanced(lengths, ranks, cap):
     costs = [length + length**2 / 32768 for length in lengths]
     dealt = bins.pack(lengths, costs, cap, ranks)
     assert {len(rank) for rank in dealt} == {math.ceil(bins.lower_bound(lengths, cap) / ranks)}
-    totals = [sum(costs[i] for group in rank for i in group) for rank in dealt]
-    assert max(totals) * ranks / sum(totals) < 1.01
+    assert all(sum(lengths[i] for i in group) <= cap for rank in dealt for group in rank)
+    table = [[sum(costs[i] for i in group) for group in rank] for rank in dealt]
+    assert max(map(sum, table)) * ranks / sum(costs) < 1.01
+    assert sum(max(row) for row in zip(*table, strict=True)) * ranks / sum(costs) < 1.02
+
+
+def test_a_rank_with_a_very_long_sample_gets_less_beside_it():
+    # The long one costs 40 of 160 in all. Rows of 40, 10 and 10 would make its rank's total 60 and the others' 33.
+    lengths = [40] + [1] * 120
+    dealt = bins.pack(lengths, [float(length) for length in lengths], 40, 4)
+    assert [len(rank) for rank in dealt] == [1] * 4
+    lengths = [40, 30] + [5] * 42
+    dealt = bins.pack(lengths, [float(length) for length in lengths], 40, 4)
+    assert [sum(lengths[i] for group in rank for i in group) for rank in dealt] == [70] * 4
+
+
+def test_equal_samples_make_equal_bins():
+    for rank in bins.pack([7] * 48, [7.0] * 48, 21, 4):
+        assert [len(group) for group in rank] == [3] * 4
+
+
+def test_losses_are_the_time_that_ranks_wait_for_each_other():
+    # Bins of cost 6 and 2 on one rank, 4 and 4 on the other: in rows 6 + 4 for a mean of 8, in all 8 on both.
+    dealt = [[[0], [1]], [[2], [3]]]
+    assert bins.lockstep_loss(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0.25)
+    assert bins.imbalance(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0)
+    assert bins.imbalance(dealt, [6.0, 2.0, 2.0, 2.0]) == pytest.approx(8 / 6 - 1)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 60))
+def test_what_is_left_is_poured_where_least_was_spent(spent, rest):
+    limit = (sum(spent) + rest) / len(spent) + max(spent)
+    shares = bins.fill_up(spent, limit, rest)
+    assert sum(shares) == pytest.approx(rest)
+    assert all(share >= 0 and done + share <= limit + 1e-9 for share, done in zip(shares, spent, strict=True))
+    # the largest share cannot be smaller: every smaller one stands at its limit
+    assert all(
+        share == pytest.approx(max(shares)) or done + share == pytest.approx(limit)
+        for share, done in zip(shares, spent, strict=True)
+    )
+
+
+def test_a_share_stops_at_the_limit_and_the_others_take_more():
+    assert bins.fill_up([9, 0, 0], 10, 13) == [1, 6, 6]
+    assert bins.fill_up([12, 0, 0], 10, 12) == [0, 6, 6]
 
 
 def test_bins_stand_dearest_first_on_every_rank():
