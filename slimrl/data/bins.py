@@ -29,14 +29,14 @@ _TOLERATED_IMBALANCE = 0.005
 def lower_bound(lengths: Sequence[int], cap: int) -> int:
     """No packing under `cap` has fewer bins.
 
-    A sample longer than the cap has a bin of its own, and no two samples over half the cap share one. For any size k,
-    samples longer than cap - k leave no room for one of k or more, so that those fill other bins: the bound L2 of
-    Martello and Toth, "Knapsack Problems" (1990), chapter 8.
+    A sample longer than the cap has a bin of its own; of samples longer than cap / (k + 1), at most k share one. For
+    any size, samples longer than the cap less that size leave no room for one of it or more, so that those fill other
+    bins: the bound L2 of Martello and Toth, "Knapsack Problems" (1990), chapter 8.
     """
     short = sorted(length for length in lengths if length <= cap)
     volume = [0, *accumulate(short)]
     half = bisect.bisect_right(short, cap / 2)
-    needed = 0
+    needed = max(-(-(len(short) - bisect.bisect_right(short, cap / (k + 1))) // k) for k in range(1, 16))
     for size in {0, *short[:half]}:
         least, full = bisect.bisect_left(short, size), bisect.bisect_right(short, cap - size)
         free = (full - half) * cap - (volume[full] - volume[half])
@@ -59,12 +59,13 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, g
     n_bins = -(-max(lower_bound(lengths, cap), 1) // unit) * unit
     while n_bins <= len(lengths):
         dealt = even_rows(lengths, costs, cap, ranks, n_bins // ranks)
-        if dealt is None:
-            tight = tightly(lengths, cap, n_bins)
-            dealt = None if tight is None else deal(split_to(tight, costs, n_bins), costs, ranks)
         if dealt is not None:
             return dealt
-        n_bins += unit
+        tight = tightly(lengths, cap, n_bins)
+        if len(tight) <= n_bins:
+            return deal(split_to(tight, costs, n_bins), costs, ranks)
+        # No use to try what the tightest way does not fit, but where a search may.
+        n_bins = n_bins + unit if len(lengths) <= _SEARCH_MAX_SAMPLES else -(-len(tight) // unit) * unit
     in_groups = "" if group == 1 else f" in groups of {group}"
     raise ValueError(
         f"{len(lengths)} samples cannot fill {n_bins} micro-batches ({n_bins // ranks}{in_groups} on each of {ranks}"
@@ -141,16 +142,17 @@ def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, targets: Se
     """
     bins: Bins = [[] for _ in targets]
     room = [cap] * len(targets)
-    empty = len(targets)
+    empty = set(range(len(targets)))
     lacking = [(-target, position) for position, target in enumerate(targets)]
     heapq.heapify(lacking)
     too_full: list[tuple[int, tuple[float, int]]] = []  # (-room, entry of `lacking`): waiting for a shorter sample
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
     for placed, sample in enumerate(order):
         length = lengths[sample]
-        if empty and empty == len(order) - placed:  # one for each empty bin
-            lacking = [(0.0, position) for position, samples in enumerate(bins) if not samples]
-            too_full = []
+        if len(empty) == len(order) - placed:  # one for each empty bin
+            for target, last in zip(sorted(empty), order[placed:], strict=True):
+                bins[target].append(last)
+            break
         while too_full and -too_full[0][0] >= length:
             heapq.heappush(lacking, heapq.heappop(too_full)[1])
         while lacking and room[lacking[0][1]] < length and bins[lacking[0][1]]:
@@ -159,27 +161,26 @@ def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, targets: Se
         if not lacking:
             return None
         value, target = lacking[0]
-        if empty == len(order) - placed:
-            heapq.heappop(lacking)
-        else:
-            heapq.heapreplace(lacking, (value + costs[sample], target))
-        empty -= not bins[target]
+        heapq.heapreplace(lacking, (value + costs[sample], target))
+        empty.discard(target)
         bins[target].append(sample)
         room[target] -= length
     return bins
 
 
-def tightly(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
-    """At most `n_bins` bins, whatever they cost; None where so few are not found.
+def tightly(lengths: Sequence[int], cap: int, n_bins: int) -> Bins:
+    """At most `n_bins` bins, whatever they cost, or as few as were found.
 
     First with most of the spare room kept out of reach, so that it is not all left in the last bins.
     """
     spare = n_bins * cap - sum(min(length, cap) for length in lengths)
+    found = []
     for kept, width in _ATTEMPTS:
-        bins = fill_one_by_one(lengths, cap - int(kept * spare / n_bins), width)
-        if len(bins) <= n_bins:
-            return bins
-    return search(lengths, cap, n_bins) if len(lengths) <= _SEARCH_MAX_SAMPLES else None
+        found.append(fill_one_by_one(lengths, cap - int(kept * spare / n_bins), width))
+        if len(found[-1]) <= n_bins:
+            return found[-1]
+    searched = search(lengths, cap, n_bins) if len(lengths) <= _SEARCH_MAX_SAMPLES else None
+    return min(found, key=len) if searched is None else searched
 
 
 def fill_one_by_one(lengths: Sequence[int], cap: int, width: int) -> Bins:

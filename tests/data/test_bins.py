@@ -118,6 +118,12 @@ def test_a_rank_with_a_very_long_sample_gets_less_beside_it():
     assert [sum(lengths[i] for group in rank for i in group) for rank in dealt] == [70] * 4
 
 
+def test_of_samples_over_a_third_of_the_cap_two_share_a_bin():
+    lengths = [34] * 300  # 102 bins by volume
+    assert bins.lower_bound(lengths, 100) == 150
+    assert [len(rank) for rank in bins.pack(lengths, [34.0] * 300, 100, 3)] == [50] * 3
+
+
 def test_equal_samples_make_equal_bins():
     for rank in bins.pack([7] * 48, [7.0] * 48, 21, 4):
         assert [len(group) for group in rank] == [3] * 4
