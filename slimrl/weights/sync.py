@@ -330,8 +330,14 @@ class WeightUpdater:
         on_host = source.parallel.device.type == "cpu"
         expected = expected_checksums(tensors, source.shape, source.family, self._engine_sizes, on_host=on_host)
         reports = on_all(self._servers, lambda server: server.weights_checksum(), "computing checksums")
+        wrong = []
         for server, size, report in zip(self._servers, self._engine_sizes, reports, strict=True):
-            check_server(server.url, report, expected[size])
+            try:
+                check_server(server.url, report, expected[size])
+            except WeightSyncError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise WeightSyncError("; ".join(wrong))
 
     def _export(self, model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of the whole model; collective over this rank's partners."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
 from slimrl.weights.families import family_for
@@ -11,7 +12,48 @@ from slimrl.weights.load import load_hf_checkpoint
 from slimrl.weights.roles import EngineEndpoint
 from slimrl.weights.shape import ModelShape
 
+if TYPE_CHECKING:
+    from slimrl.weights.sync import PushReport
+
 BUCKET_BYTES = 20_000  # many small buckets, and an embedding larger than one
+
+
+def pushes(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    args: Arguments,
+    hf_dir: Path,
+    engines: list[EngineEndpoint],
+    way: str,
+    versions: list[str],
+    folder: Path,
+    check_equal: bool = True,
+) -> list[PushReport | str]:
+    """Loads `hf_dir` into a Megatron model and pushes it under each version, `way` being a constructor's name.
+
+    The report of each push, or the text of its error.
+    """
+    from slimrl.megatron import model, parallel
+    from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
+    built = model.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    load_hf_checkpoint(built, shape, family, hf_dir, **places)
+    make = getattr(WeightUpdater, way)
+    more = (folder,) if way == "disk" else ()
+    updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    results: list[PushReport | str] = []
+    for version in versions:
+        try:
+            results.append(updater.push(built, version=version, check_equal=check_equal))
+        except WeightSyncError as error:
+            results.append(str(error))
+    updater.close()
+    parallel.shutdown()
+    return results
 
 
 def push(
@@ -25,28 +67,8 @@ def push(
     version: str,
     folder: Path,
 ) -> tuple[int, int] | str:
-    """Loads `hf_dir` into a Megatron model and pushes it, `way` being a constructor's name.
-
-    Returns (bytes, buckets), or the text of the error.
-    """
-    from slimrl.megatron import model, parallel
-    from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
-
-    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
-    built = model.build_model(args, state)
-    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
-    load_hf_checkpoint(built, shape, family, hf_dir, **places)
-    make = getattr(WeightUpdater, way)
-    more = (folder,) if way == "disk" else ()
-    updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
-    try:
-        # servers report the checksums of their first pipeline stage only
-        check_equal = not any(engine.has_stages for engine in engines)
-        report = updater.push(built, version=version, check_equal=check_equal)
-        return report.bytes, report.buckets
-    except WeightSyncError as error:
-        return str(error)
-    finally:
-        updater.close()
-        parallel.shutdown()
+    """One of `pushes`: (bytes, buckets), or the text of the error."""
+    # servers report the checksums of their first pipeline stage only
+    check_equal = not any(engine.has_stages for engine in engines)
+    (result,) = pushes(rank, world_size, init_method, args, hf_dir, engines, way, [version], folder, check_equal)
+    return result if isinstance(result, str) else (result.bytes, result.buckets)
