@@ -49,6 +49,8 @@ def recipe(folder: Path) -> list[str]:
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(CONFIG))
     (reference / "release").mkdir(parents=True)
+    for name in ("metadata.json", ".metadata"):
+        (reference / "release" / name).touch()
     (reference / "latest_checkpointed_iteration.txt").write_text("release")
     (folder / "train.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"}))
     paths = f"--hf-checkpoint {hf} --ref-load {reference} --prompt-data {folder}/train.jsonl"

@@ -1,7 +1,7 @@
-"""Saves and loads what a training worker needs to go on exactly where it stood.
+"""What a training worker needs to go on exactly where it stood: taken for saving, and put back.
 
-Promises atomic checkpoints (see `checkpoint_folder`) that any parallel layout can read. Called by the trainer
-(model, optimizer, schedule, random state, data position) and by the converters (model only).
+Promises checkpoints that any parallel layout can read. Called by the trainer (model, optimizer, schedule, random state,
+data position; `checkpoint_saver` writes what is taken) and by the converters (model only).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
@@ -20,8 +19,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slimrl.megatron import checkpoint_folder, checkpoint_io, random_state
 from slimrl.megatron.checkpoint_folder import CheckpointFolder, find_checkpoint
+from slimrl.megatron.checkpoint_saver import Snapshot
 from slimrl.megatron.optimizer import finish_loading
 from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.together import on_lead
 
 __all__ = [
     "CheckpointFolder",
@@ -31,7 +32,7 @@ __all__ = [
     "load_stages",
     "load_training_state",
     "save_model_only",
-    "save_training_state",
+    "take_snapshot",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -59,33 +60,34 @@ def _sharding(parallel: ParallelState) -> dict[str, Any]:
     }
 
 
-def save_training_state(
-    state: TrainingState, root: Path, rollout_id: int, data_state: dict[str, Any], *, with_optimizer: bool = True
-) -> Path:
-    """Write the checkpoint that resumes after `rollout_id`; collective. Returns its folder.
+def take_snapshot(
+    state: TrainingState, rollout_id: int, data_state: dict[str, Any], *, with_optimizer: bool, copy: bool
+) -> Snapshot:
+    """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
 
-    `data_state` (rank 0's is kept) must be plain data: numbers, strings, lists, tuples, dicts, tensors. Raises
-    ValueError where it is not.
+    `data_state` (rank 0's is kept) must be plain data: numbers, strings, lists, tuples, dicts, tensors. With `copy`
+    nothing in the snapshot changes when training goes on. Raises ValueError for other data.
     """
+    encoded = checkpoint_folder.encode_data_state(data_state)
     sharding = _sharding(state.parallel)
     model = _sharded(state.stages, sharding)
     content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
     content["rng_state"] = random_state.sharded(state.parallel)
     if with_optimizer:
         content["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=False, metadata=sharding)
-    metadata = {
-        "content": "training",
+    about = {
+        "weight_version": str(rollout_id + 1),  # under which these weights are pushed
         "has_optimizer": with_optimizer,
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": random_state.layout(state.parallel),
         "trained_weights": state.trained_weights,
     }
-    encoded = checkpoint_folder.encode_data_state(data_state)
-    partial = _begin(root, rollout_id)
-    checkpoint_io.write(content, partial, metadata)
-    if dist.get_rank() == 0:
-        checkpoint_folder.write_data_state(partial, encoded)
-    return _commit(root, rollout_id)
+    return Snapshot(
+        iteration=rollout_id,
+        prepared=checkpoint_io.prepare(content, {"content": "training", **about}, copy=copy),
+        data_state=encoded,
+        about=about,
+    )
 
 
 def load_training_state(
@@ -147,9 +149,13 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     Only the vocabulary's padding depends on the layout that wrote it, and loading fits it anew.
     """
     root = Path(folder)
-    partial = _begin(root, None)
-    checkpoint_io.write({"model": _sharded([model])}, partial, {"content": "model"})
-    return _commit(root, None)
+    on_lead(lambda: checkpoint_folder.begin(root, None))
+    partial = checkpoint_folder.partial_path(root, None)
+    prepared = checkpoint_io.prepare({"model": _sharded([model])}, {"content": "model"}, copy=False)
+    checkpoint_io.write(prepared, partial)
+    on_lead(lambda: checkpoint_io.write_common(prepared, partial))
+    on_lead(lambda: checkpoint_folder.commit(root, None))
+    return root / checkpoint_folder.RELEASE
 
 
 def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> CheckpointFolder:
@@ -173,18 +179,3 @@ def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = Non
     for number, stage in enumerate(stages):
         stage.load_state_dict(loaded["model"][str(number)])
     return found
-
-
-def _begin(root: Path, iteration: int | None) -> Path:
-    if dist.get_rank() == 0:
-        checkpoint_folder.begin(root, iteration)
-    dist.barrier()
-    return checkpoint_folder.partial_path(root, iteration)
-
-
-def _commit(root: Path, iteration: int | None) -> Path:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        checkpoint_folder.commit(root, iteration)
-    dist.barrier()
-    return root / checkpoint_folder.folder_name(iteration)

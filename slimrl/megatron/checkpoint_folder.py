@@ -1,8 +1,9 @@
 """Where checkpoints lie on disk, and how a torn one is never mistaken for a whole one.
 
 `<dir>/latest_checkpointed_iteration.txt` names the newest complete checkpoint: a number k for the folder
-`iter_000000k`, or `release` for a model converted from elsewhere. A checkpoint is written under `<name>.tmp`,
-then renamed, and only then named in the tracker file. No megatron-core here.
+`iter_000000k`, or `release` for a model converted from elsewhere. A checkpoint is written under `<name>.tmp`, its
+manifest last, then renamed, and only then named in the tracker file; one that goes is renamed back before its files
+are removed. No megatron-core here.
 """
 
 from __future__ import annotations
@@ -17,9 +18,21 @@ from typing import Any
 
 import torch
 
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
+from slimrl.arguments.checkpoint_files import (
+    MANIFEST_NAME,
+    RELEASE,
+    REPLACED,
+    TRACKER_NAME,
+    UNFINISHED,
+    damage,
+    folder_name,
+    is_ours,
+    iteration_of,
+    manifest,
+    placed,
+)
+
 DATA_STATE_NAME = "data_state.pt"
-RELEASE = "release"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,39 +43,36 @@ class CheckpointFolder:
     iteration: int | None
 
 
-def folder_name(iteration: int | None) -> str:
-    """`iter_0000012` for 12, `release` for None."""
-    return RELEASE if iteration is None else f"iter_{iteration:07d}"
-
-
 def find_checkpoint(load_dir: str | Path | None, step: int | None = None) -> CheckpointFolder | None:
     """The checkpoint that the tracker file in `load_dir` names, or the one of iteration `step`.
 
     `load_dir` may also be a checkpoint's own folder. None where the folder is absent or holds no tracker file.
-    Raises FileNotFoundError where a named checkpoint is not there, ValueError for an unreadable tracker file.
+    Raises FileNotFoundError where a named checkpoint is not there, ValueError for an unreadable tracker file or a
+    torn checkpoint.
     """
     if load_dir is None:
         return None
     root = Path(load_dir)
-    own_iteration = _iteration_of(root.name)
     if (root / "metadata.json").is_file():
-        return CheckpointFolder(root, own_iteration)
+        return _whole(root, iteration_of(root.name.removesuffix(REPLACED)))
     if step is None:
         tracker = root / TRACKER_NAME
         if not tracker.is_file():
             return None
         step = _parse_tracker(tracker)
-    path = root / folder_name(step)
-    if not path.is_dir():
+    path = placed(root, folder_name(step))
+    if path is None:
         raise FileNotFoundError(
-            f"{path} does not exist, although {root} should hold that checkpoint: give the folder or the step of"
-            " one that exists"
+            f"{root / folder_name(step)} does not exist, although {root} should hold that checkpoint: give the folder"
+            " or the step of one that exists"
         )
-    return CheckpointFolder(path, step)
+    return _whole(path, step)
 
 
-def _iteration_of(name: str) -> int | None:
-    return int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() else None
+def _whole(path: Path, iteration: int | None) -> CheckpointFolder:
+    if reason := damage(path):
+        raise ValueError(f"{path} is not loaded, {reason}: give another checkpoint's step or folder")
+    return CheckpointFolder(path, iteration)
 
 
 def _parse_tracker(tracker: Path) -> int | None:
@@ -75,43 +85,80 @@ def _parse_tracker(tracker: Path) -> int | None:
 
 
 def begin(root: Path, iteration: int | None) -> Path:
-    """An empty folder to write the checkpoint into; what a crashed run left there is removed."""
+    """An empty folder to write the checkpoint into; what killed runs left in `root` is cleared away."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in sorted(root.iterdir()):
+        name = left.name.removesuffix(UNFINISHED).removesuffix(REPLACED)
+        if name == left.name or (name != RELEASE and iteration_of(name) is None):
+            continue
+        if left.name.endswith(REPLACED) and not (root / name).exists():
+            left.rename(root / name)  # the kill fell between the two renames
+        else:
+            shutil.rmtree(left)
     partial = partial_path(root, iteration)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     return partial
 
 
 def partial_path(root: Path, iteration: int | None) -> Path:
     """The folder a checkpoint has while it is written."""
-    return root / (folder_name(iteration) + ".tmp")
+    return root / (folder_name(iteration) + UNFINISHED)
+
+
+def write_manifest(partial: Path, iteration: int, **more: Any) -> None:
+    """Write down which files the checkpoint has and how long they are; the last file of a checkpoint of training."""
+    files = {path.name: path.stat().st_size for path in partial.iterdir()}
+    write_bytes(partial / MANIFEST_NAME, manifest(iteration, files, **more).encode())
 
 
 def commit(root: Path, iteration: int | None) -> Path:
     """Make the written checkpoint the newest one: rename its folder, then write the tracker file."""
-    final = root / folder_name(iteration)
+    final, partial = root / folder_name(iteration), partial_path(root, iteration)
+    sync_folder(partial)
     if final.exists():  # the same rollout trained again after a resume
-        discarded = final.with_name(final.name + ".old")
-        shutil.rmtree(discarded, ignore_errors=True)
-        final.rename(discarded)
-        partial_path(root, iteration).rename(final)
+        discarded = final.with_name(final.name + REPLACED)
+        final.rename(discarded)  # found under this name too, should a kill fall here
+        partial.rename(final)
         shutil.rmtree(discarded)
     else:
-        partial_path(root, iteration).rename(final)
-    _sync_folder(root)
+        partial.rename(final)
+    sync_folder(root)
     tracker = root / TRACKER_NAME
-    fresh = tracker.with_name(TRACKER_NAME + ".tmp")
-    with fresh.open("w") as file:
-        file.write(RELEASE if iteration is None else str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
+    fresh = tracker.with_name(TRACKER_NAME + UNFINISHED)
+    write_bytes(fresh, (RELEASE if iteration is None else str(iteration)).encode())
     fresh.replace(tracker)
-    _sync_folder(root)
+    sync_folder(root)
     return final
 
 
-def _sync_folder(folder: Path) -> None:
+def discard(root: Path, iteration: int | None) -> None:
+    """Remove what was written of a checkpoint that failed, as far as that is possible."""
+    shutil.rmtree(partial_path(root, iteration), ignore_errors=True)
+
+
+def own_iterations(root: Path) -> list[int]:
+    """The checkpoints in `root` that training wrote, in rising order; other programs' and converted ones are not."""
+    iterations = (iteration_of(path.name) for path in root.iterdir() if is_ours(path))
+    return sorted(iteration for iteration in iterations if iteration is not None)
+
+
+def remove(root: Path, iteration: int) -> None:
+    """Delete a checkpoint: first its name, so that a kill leaves no torn one under it."""
+    partial = partial_path(root, iteration)
+    (root / folder_name(iteration)).rename(partial)
+    sync_folder(root)
+    shutil.rmtree(partial)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """A file that survives a power cut once this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
     """Have renames inside `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -121,7 +168,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def encode_data_state(data_state: dict[str, Any]) -> bytes:
-    """Where the data source stands, as bytes for `write_data_state`.
+    """Where the data source stands, as bytes for the file `data_state.pt`.
 
     Raises ValueError where it holds more than plain data: now, not when the run is resumed.
     """
@@ -136,10 +183,7 @@ def encode_data_state(data_state: dict[str, Any]) -> bytes:
 
 def write_data_state(folder: Path, encoded: bytes) -> None:
     """Store the encoded state in the checkpoint that is being written."""
-    with (folder / DATA_STATE_NAME).open("wb") as file:
-        file.write(encoded)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(folder / DATA_STATE_NAME, encoded)
 
 
 def read_data_state(folder: Path) -> dict[str, Any] | None:

@@ -1,18 +1,27 @@
 """Writes and reads the sharded tensors of a checkpoint in megatron-core's torch_dist format.
 
 Promises to write from this process alone: megatron-core's own writer forks the worker and starts a manager
-process for each save, which costs seconds and can hang beside gloo or gRPC threads. Files are the same.
+process for each save, which costs seconds and can hang beside gloo or gRPC threads. Files are the same. Writing has two
+halves: `prepare` talks to the other ranks through the groups of training, `write` only through the group it is given,
+so that it may run in another thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -24,38 +33,68 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slimrl.megatron import checkpoint_folder
+from slimrl.megatron.together import CheckpointError
 
 # Entries of a full checkpoint that a model alone does not ask for.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "_extra_state")
+_METADATA_KEY = "content_metadata"
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """The torch_dist format written by torch's own file writer, in threads of this process."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What this rank writes: its share of the tensors, as torch's writer takes them, and what rank 0 writes for all."""
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+    tensors: dict[str, Any]
+    common: bytes
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Write this rank's main replicas to `checkpoint_dir`; collective over all ranks."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+
+def prepare(state: ShardedStateDict, metadata: dict[str, Any], *, copy: bool) -> Prepared:
+    """Share out `state` among the ranks; collective over all of them.
+
+    With `copy` the tensors are copied to the host, so that nothing changes in them when training goes on; else they
+    are read where they are by `write`. `metadata` is stored too and given back by `read_metadata`.
+    """
+    sharded, common = save_preprocess({**state, _METADATA_KEY: metadata})
+    FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    ).apply_saving_parallelization(sharded)
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    if copy:
+        for shard in (shard for shards in by_key.values() for shard in shards if isinstance(shard, ShardedTensor)):
+            shard.data = shard.data.detach().to("cpu", copy=True)
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    return Prepared(mcore_to_pyt_state_dict(by_key, False), buffer.getvalue())
+
+
+def write(prepared: Prepared, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's share into the existing, empty `folder`; collective over `group`, all ranks.
+
+    Without the last step, `write_common`, the folder is no checkpoint. Raises CheckpointError, on every rank, where
+    one could not write.
+    """
+    try:
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
+            prepared.tensors,
             storage_writer=torch_checkpoint.FileSystemWriter(
-                checkpoint_dir, single_file_per_rank=True, sync_files=True, thread_count=1
+                folder, single_file_per_rank=True, sync_files=True, thread_count=1
             ),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
         )
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
-def write(state: ShardedStateDict, folder: Path, metadata: dict[str, Any]) -> None:
-    """Write `state` into the existing, empty `folder`; collective over all ranks.
-
-    `metadata` is stored with the checkpoint and given back by `read_metadata`.
-    """
-    strategy = FullyParallelSaveStrategyWrapper(
-        _InProcessSave(), parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=metadata)
+def write_common(prepared: Prepared, folder: Path) -> None:
+    """What rank 0 adds once every rank has written its share."""
+    checkpoint_folder.write_bytes(folder / COMMON_STATE_FNAME, prepared.common)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from slimrl.data.batch import RolloutBatch
 from slimrl.megatron import checkpoint, config, overlap, parallel
 from slimrl.megatron.advantages import token_advantages
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
+from slimrl.megatron.checkpoint_saver import CheckpointSaver
 from slimrl.megatron.first_weights import load_first_weights
 from slimrl.megatron.forward import (
     LogProbSettings,
@@ -32,6 +33,7 @@ from slimrl.megatron.forward import (
     layer_tokens,
 )
 from slimrl.megatron.freeze import freeze_parameters, trained_weights
+from slimrl.megatron.hf_export import ModelExporter
 from slimrl.megatron.loss import PolicyLossSettings, PolicyLossSums
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
@@ -98,6 +100,8 @@ class MegatronTrainer:
             context_group=self.parallel.cp_group,
         )
         self._loss_settings = PolicyLossSettings.from_args(args)
+        self._saver = CheckpointSaver.from_args(args)
+        self._exporter = None if args.save_hf is None else ModelExporter(args, self.stages, self.parallel)
 
     def _load_reference(self) -> ReferenceWeights | None:
         if not self.args.use_reference:
@@ -152,7 +156,9 @@ class MegatronTrainer:
 
         `batch` holds the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError where
         loss or gradient is not finite, as `StepGuard` says; weights and optimizer are as before that step then.
+        Raises CheckpointError where a save failed in the background.
         """
+        self._saver.poll()
         self.memory.require("training", State.AWAKE)
         steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
         everything = [micro_batch for step in steps for micro_batch in step]
@@ -256,19 +262,34 @@ class MegatronTrainer:
     def save(self, rollout_id: int, data_state: dict[str, Any], save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
 
-        Collective; `data_state` is rank 0's. The checkpoint appears whole or not at all. Raises ValueError where
-        no folder is given.
+        Collective; `data_state` is rank 0's. The checkpoint appears whole or not at all, with --async-save while the
+        trainer goes on. Raises ValueError where no folder is given, CheckpointError as `CheckpointSaver.save`.
         """
         self.memory.require("saving a checkpoint", State.AWAKE)
         root = save_dir if save_dir is not None else self.args.save
         if root is None:
             raise ValueError("there is no folder to save to: give --save")
-        return checkpoint.save_training_state(
-            self._training_state(), Path(root), rollout_id, data_state, with_optimizer=not self.args.no_save_optim
+        return self._saver.save(
+            Path(root),
+            rollout_id,
+            lambda: checkpoint.take_snapshot(
+                self._training_state(),
+                rollout_id,
+                data_state,
+                with_optimizer=not self.args.no_save_optim,
+                copy=self.args.async_save,
+            ),
+            None if self._exporter is None else lambda: self._exporter.export(rollout_id),
         )
 
+    def finish_saves(self) -> None:
+        """Wait for what --async-save writes. Raises CheckpointError, on every rank, where it failed on one."""
+        self._saver.finish()
+
     def close(self) -> None:
-        """Leave the process groups; the trainer is of no use afterwards."""
+        """Finish saving and leave the process groups; the trainer is of no use afterwards."""
+        self._saver.close()
+        self.memory.close()
         self.memory.close()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -91,5 +91,7 @@ def make_checkpoint(folder: Path, *names: str) -> None:
     """A torch_dist folder as far as the command line looks at it; the last name is the latest."""
     for name in names:
         (folder / name).mkdir(parents=True)
+        for file in ("metadata.json", ".metadata"):
+            (folder / name / file).touch()
     latest = names[-1].removeprefix("iter_").lstrip("0") or "0"
     (folder / "latest_checkpointed_iteration.txt").write_text(latest)

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
+from slimrl.arguments.checkpoint_files import MANIFEST_NAME, damage, iteration_of, manifest, read_manifest
 
 
 def make_checkpoint(folder: Path, *names: str, latest: str) -> None:
+    """Checkpoints of training whose only tensor file has 3 bytes."""
     for name in names:
         (folder / name).mkdir(parents=True)
+        (folder / name / "__0_0.distcp").write_text("abc")
+        (folder / name / MANIFEST_NAME).write_text(manifest(iteration_of(name), {"__0_0.distcp": 3}))
     (folder / "latest_checkpointed_iteration.txt").write_text(latest)
 
 
@@ -37,12 +41,13 @@ def test_a_load_with_a_checkpoint_resumes_and_needs_no_reference(recipe):
     assert sentences(line) == []
 
 
-def test_a_load_whose_parent_is_absent_is_a_misspelt_path_unless_it_is_where_the_run_saves(recipe):
-    assert sentences(recipe.line("--load {dir}/chekpoints/run1")) == [
-        f"--load {recipe.dir}/chekpoints/run1 does not exist (only {recipe.dir} of it does), so it looks misspelt and"
-        " not new: mend it, or make its parent folder for a fresh start."
-    ]
-    assert sentences(recipe.line("--load {dir}/new/run1 --save {dir}/new/run1")) == []
+def test_an_absent_load_is_a_misspelt_path_unless_it_is_where_the_run_saves(recipe):
+    for wrong in ("chekpoints/run1", "ckpt2"):
+        assert sentences(recipe.line(f"--load {{dir}}/{wrong}")) == [
+            f"--load {recipe.dir}/{wrong} does not exist (only {recipe.dir} of it does), and it is not where --save"
+            " writes to: mend the path, or make the folder for a fresh start."
+        ]
+    assert sentences(recipe.line("--load {dir}/new/run1 --save {dir}/new/run1/")) == []
 
 
 def test_a_load_with_other_things_is_an_error(recipe):
@@ -63,7 +68,6 @@ def test_a_load_with_other_things_is_an_error(recipe):
 
 def test_a_load_one_level_too_high_or_too_deep_says_which_to_give(recipe):
     make_checkpoint(recipe.dir / "runs" / "a", "iter_0000001", latest="1")
-    (recipe.dir / "runs" / "a" / "iter_0000001" / "common.pt").touch()
     assert sentences(recipe.line("--load {dir}/runs")) == [
         f"--load {recipe.dir}/runs holds no checkpoint itself, its folder a does: give {recipe.dir}/runs/a."
     ]
@@ -113,7 +117,8 @@ def test_one_iteration_by_its_path_and_another_by_its_number_contradict(recipe):
 
 
 def test_iterations_without_a_tracker_are_an_error(recipe):
-    (recipe.dir / "ckpt" / "iter_0000001").mkdir(parents=True)
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
+    (recipe.dir / "ckpt" / "latest_checkpointed_iteration.txt").unlink()
     assert sentences(recipe.line()) == [
         f"--load {recipe.dir}/ckpt holds iter_0000001 but no latest_checkpointed_iteration.txt that names one: give"
         " the step, or write that file."
@@ -171,7 +176,7 @@ def test_a_hugging_face_folder_gives_first_weights_where_its_shape_is_that_of_th
     assert sentences(recipe.line("--ref-load {dir}/hf --ref-ckpt-step 3")) == [
         f"--ref-ckpt-step 3 chooses an iteration and --ref-load {recipe.dir}/hf is a Hugging Face model: drop it."
     ]
-    assert sentences(recipe.line("--ref-load {dir}/hf --save {dir}/hf")) == [
+    assert sentences(recipe.line("--ref-load {dir}/hf --load {dir}/ref --save {dir}/hf")) == [
         f"--save {recipe.dir}/hf is a Hugging Face model: give a folder of its own."
     ]
     other = recipe.dir / "other"
@@ -181,4 +186,102 @@ def test_a_hugging_face_folder_gives_first_weights_where_its_shape_is_that_of_th
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 40}))
     assert sentences(recipe.line("--ref-load {dir}/other")) == [
         f"--ref-load {other}: --num-layers is 36 and config.json says num_hidden_layers 40: give --num-layers 40."
+    ]
+
+
+def test_a_torn_checkpoint_is_an_error_that_says_what_is_wrong(recipe):
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
+    folder = recipe.dir / "ckpt" / "iter_0000001"
+    mend = "; choose another checkpoint, or copy it again."
+    (folder / "__0_0.distcp").write_text("a")
+    sentence = f"--load: {folder} is not loaded, it is torn: __0_0.distcp has 1 bytes of 3{mend}"
+    (folder / "metadata.json").touch()
+    assert sentences(recipe.line()) == [sentence]
+    assert sentences(recipe.line("--ckpt-step 1")) == [sentence]
+    assert sentences(recipe.line(f"--load {folder}")) == [sentence]
+    (folder / "__0_0.distcp").unlink()
+    assert sentences(recipe.line()) == [f"--load: {folder} is not loaded, it is torn: __0_0.distcp is missing{mend}"]
+
+
+def test_a_folder_of_another_kind_under_a_checkpoints_name_is_an_error(recipe):
+    release = recipe.dir / "ref" / "release"
+    (release / ".metadata").unlink()
+    assert sentences(recipe.line()) == [
+        f"--ref-load: {release} is not loaded, it is no torch_dist checkpoint, or a torn one: it has no .metadata;"
+        " choose another checkpoint, or copy it again."
+    ]
+
+
+def test_a_checkpoint_that_was_being_replaced_when_the_run_was_killed_is_found(recipe):
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
+    (recipe.dir / "ckpt" / "iter_0000001").rename(recipe.dir / "ckpt" / "iter_0000001.old")
+    assert sentences(recipe.line()) == []
+    assert sentences(recipe.line("--ckpt-step 1")) == []
+
+
+def test_the_manifest_tells_a_checkpoint_of_training_from_others(tmp_path):
+    (tmp_path / MANIFEST_NAME).write_text('{"program": "other"}')
+    assert read_manifest(tmp_path) is None
+    assert damage(tmp_path) == f"its {MANIFEST_NAME} is cut off or not slimrl's"
+    assert [iteration_of(name) for name in ("iter_0000012", "iter_12", "release")] == [12, None, None]
+
+
+def test_what_is_kept_and_exported_must_fit_the_saving(recipe):
+    (recipe.dir / "hf" / "model.safetensors").touch()
+    fitting = "--save-hf {{dir}}/hf_{rollout_id} --save-retain-interval 40 --save-total-limit 2 --async-save"
+    line = recipe.line().copy()
+    assert sentences([*line, *fitting.replace("{{dir}}", str(recipe.dir)).split()]) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            "--save-retain-interval 30",
+            "--save-retain-interval 30 is no multiple of --save-interval 20: not every checkpoint to keep would be"
+            " written; give 40.",
+        ),
+        (
+            "--save-total-limit 2 --load DIR/ref --save DIR/ref",
+            "--ref-load DIR/ref lies in --save DIR/ref, where --save-total-limit and --save-retain-interval delete:"
+            " copy the reference to a folder of its own.",
+        ),
+        (
+            "--save-hf DIR/export",
+            "--save-hf DIR/export must name the rollout, and nothing else, in braces: put {rollout_id} into the path"
+            " once.",
+        ),
+        (
+            "--save-hf DIR/{rollout_id}_{step}",
+            "--save-hf DIR/{rollout_id}_{step} must name the rollout, and nothing else, in braces: put {rollout_id}"
+            " into the path once.",
+        ),
+        (
+            "--save-hf DIR/iter_{rollout_id}",
+            "--save-hf DIR/iter_{rollout_id} looks like a checkpoint of training: choose another name.",
+        ),
+    ],
+)
+def test_what_is_kept_or_exported_wrongly_is_one_sentence(recipe, more, sentence):
+    (recipe.dir / "hf" / "model.safetensors").touch()
+    line = [*recipe.line(), *more.replace("DIR", str(recipe.dir)).split()]
+    assert sentences(line) == [sentence.replace("DIR", str(recipe.dir))]
+
+
+def test_an_export_needs_the_weights_of_the_original(recipe):
+    line = [*recipe.line(), "--save-hf", f"{recipe.dir}/hf_{{rollout_id}}"]
+    assert sentences(line) == [
+        f"--save-hf is modelled on --hf-checkpoint {recipe.dir}/hf, which has no weights (*.safetensors): copy them"
+        " too, or convert checkpoints with tools/convert_torch_dist_to_hf.py."
+    ]
+
+
+def test_flags_about_checkpoints_need_a_place_for_them(recipe):
+    line = recipe.line("--async-save --save-total-limit 3", without="--save")
+    at = line.index("--save-interval")
+    del line[at : at + 2]
+    (recipe.dir / "ckpt").mkdir()
+    assert sentences(line) == [
+        "--save-total-limit 3 is about checkpoints and needs --save: give a folder.",
+        "--async-save is about checkpoints and needs --save: give a folder.",
     ]

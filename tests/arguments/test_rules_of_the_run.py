@@ -36,7 +36,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "outputs_can_be_written": (
-        ["--runs-dir {dir}/new/runs", "--save {dir}/new/ckpt"],
+        ["--runs-dir {dir}/new/runs", "--load {dir}/new/ckpt --save {dir}/new/ckpt"],
         [
             (
                 "--runs-dir {dir}/train.jsonl/runs",
@@ -208,6 +208,8 @@ TESTED_APART = {
     "saving_is_complete",
     "hf_models_agree",
     "saved_apart_from_a_model",
+    "retention_fits_saving",
+    "exports_have_a_place",
     "model_divides_by_tensor_parallel",
     "hf_checkpoint_exists",
     "weights_have_a_source",

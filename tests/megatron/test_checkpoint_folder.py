@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,17 @@ from slimrl.megatron.checkpoint_folder import CheckpointFolder, find_checkpoint
 
 
 def make(root: Path, iteration: int | None) -> Path:
-    (checkpoint_folder.begin(root, iteration) / "metadata.json").write_text("{}")
+    """A checkpoint as far as this module looks at it: with a manifest where it is one of training."""
+    partial = checkpoint_folder.begin(root, iteration)
+    for name in ("metadata.json", ".metadata", "__0_0.distcp"):
+        (partial / name).write_text("{}")
+    if iteration is not None:
+        checkpoint_folder.write_manifest(partial, iteration, weight_version=str(iteration + 1))
     return checkpoint_folder.commit(root, iteration)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 def test_an_absent_or_empty_folder_holds_no_checkpoint(tmp_path: Path):
@@ -53,8 +63,61 @@ def test_a_folder_that_was_never_committed_is_not_found_and_gives_way(tmp_path: 
 def test_saving_the_same_rollout_again_replaces_the_old_checkpoint(tmp_path: Path):
     (make(tmp_path, 1) / "old").write_text("x")
     path = make(tmp_path, 1)
-    assert [entry.name for entry in path.iterdir()] == ["metadata.json"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert not (path / "old").exists()
+    assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_replacement_that_was_killed_between_its_two_renames_leaves_the_old_checkpoint_in_use(tmp_path: Path):
+    (make(tmp_path, 1) / "old").write_text("x")
+    checkpoint_folder.begin(tmp_path, 1)
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.old")
+    assert find_checkpoint(tmp_path) == CheckpointFolder(tmp_path / "iter_0000001.old", 1)
+    checkpoint_folder.begin(tmp_path, 2)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002.tmp", "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / "iter_0000001" / "old").exists()
+
+
+def test_a_new_save_clears_what_killed_runs_left_and_nothing_else(tmp_path: Path):
+    make(tmp_path, 1)
+    for left in ("iter_0000007.tmp", "iter_0000001.old", "notes.tmp", "iter_5.tmp", "hf"):
+        (tmp_path / left).mkdir()
+    checkpoint_folder.begin(tmp_path, 2)
+    kept = ["hf", "iter_0000001", "iter_0000002.tmp", "iter_5.tmp", "latest_checkpointed_iteration.txt", "notes.tmp"]
+    assert names(tmp_path) == kept
+
+
+def test_a_torn_checkpoint_is_refused_with_its_reason(tmp_path: Path):
+    path = make(tmp_path, 1)
+    (path / "__0_0.distcp").write_text("{")
+    with pytest.raises(ValueError, match="iter_0000001 is not loaded, it is torn: __0_0.distcp has 1 bytes of 2"):
+        find_checkpoint(tmp_path)
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match="it is torn: __0_0.distcp is missing"):
+        find_checkpoint(path)
+    (path / "slimrl_checkpoint.json").write_text("{")
+    with pytest.raises(ValueError, match="its slimrl_checkpoint.json is cut off"):
+        find_checkpoint(path)
+    (make(tmp_path, None) / ".metadata").unlink()
+    with pytest.raises(ValueError, match="it is no torch_dist checkpoint, or a torn one: it has no .metadata"):
+        find_checkpoint(tmp_path)
+
+
+def test_only_checkpoints_that_training_wrote_are_counted_as_its_own(tmp_path: Path):
+    for iteration in (3, 1):
+        make(tmp_path, iteration)
+    make(tmp_path, None)
+    shutil.copytree(tmp_path / "iter_0000003", tmp_path / "iter_0000008")  # says 3 inside
+    (tmp_path / "iter_0000009").mkdir()
+    (tmp_path / "iter_0000009" / "metadata.json").write_text("{}")  # another program's
+    assert checkpoint_folder.own_iterations(tmp_path) == [1, 3]
+
+
+def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)  # a kill before the files are gone
+    checkpoint_folder.remove(tmp_path, 1)
+    assert names(tmp_path) == ["iter_0000001.tmp", "iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
 def test_a_missing_step_and_an_unreadable_tracker_are_named(tmp_path: Path):

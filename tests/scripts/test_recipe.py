@@ -42,6 +42,8 @@ def base(tmp_path) -> Path:
     folder = tmp_path / "base"
     for name in ("Qwen3-4B", "Qwen3-4B_torch_dist/release", "dapo-math-17k", "aime-2024"):
         (folder / name).mkdir(parents=True)
+    for name in ("metadata.json", ".metadata"):
+        (folder / "Qwen3-4B_torch_dist/release" / name).touch()
     (folder / "Qwen3-4B/config.json").write_text(json.dumps(QWEN3_4B))
     (folder / "Qwen3-4B_torch_dist/latest_checkpointed_iteration.txt").write_text("release")
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})

@@ -35,6 +35,8 @@ def prepare(line: list[str], model: str) -> None:
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "config.json").write_text(json.dumps(published(model)))
     (reference / "release").mkdir(parents=True, exist_ok=True)
+    for name in ("metadata.json", ".metadata"):
+        (reference / "release" / name).touch()
     (reference / "latest_checkpointed_iteration.txt").write_text("release")
     for path in (Path(word) for word in line if word.endswith((".jsonl", ".parquet"))):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,15 +40,19 @@ class CheckpointArguments:
         "leave the random number generators' state out of checkpoints",
         not_served="a few kilobytes that are always saved; use --no-load-rng where they are not wanted",
     )
-    async_save: bool = flag(
-        False,
-        "write checkpoints while training goes on",
-        not_served="a checkpoint is complete before training goes on; leave it out",
-    )
+    async_save: bool = flag(False, "write checkpoints while training goes on; a copy of the state waits in host memory")
     save_hf: str | None = flag(
+        None, "with each checkpoint also write the model as a Hugging Face folder (path with {rollout_id} in it)"
+    )
+    save_retain_interval: int | None = flag(
         None,
-        "also write Hugging Face folders (path with {rollout_id} in it)",
-        not_served="convert a checkpoint with tools/convert_torch_dist_to_hf.py",
+        "keep the checkpoints after every that many rollouts, and of the others the newest (all)",
+        at_least=1,
+    )
+    save_total_limit: int | None = flag(
+        None,
+        "keep that many newest checkpoints, beside those of --save-retain-interval (all; with it one)",
+        at_least=1,
     )
     ckpt_format: str = flag(
         "torch_dist",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from slimrl.arguments.checkpoint_files import TRACKER_NAME, folder_name, iteration_of, placed
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.rules.checkpoints import TRACKER, is_hf_model
+from slimrl.arguments.rules.checkpoints import is_hf_model
 
 _COMPLETE = "metadata.json"
 
@@ -48,20 +49,16 @@ def find(folder: str | None, step: int | None) -> Found | None:
         return None
     root = Path(folder)
     if (root / _COMPLETE).is_file():
-        return Found(root, _iteration(root.name))
+        return Found(root, iteration_of(root.name))
     if is_hf_model(root):
         return Found(root, None)
-    if step is not None:
-        return Found(root / f"iter_{step:07d}", step)
-    tracker = root / TRACKER
-    if not tracker.is_file():
-        return None
-    name = tracker.read_text().strip()
-    return Found(root / name, None) if name == "release" else Found(root / f"iter_{int(name):07d}", int(name))
-
-
-def _iteration(name: str) -> int | None:
-    return int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() else None
+    if step is None:
+        tracker = root / TRACKER_NAME
+        if not tracker.is_file():
+            return None
+        name = tracker.read_text().strip()
+        step = None if name == "release" else int(name)
+    return Found(placed(root, folder_name(step)) or root / folder_name(step), step)
 
 
 def start_of(args: Arguments) -> Start:

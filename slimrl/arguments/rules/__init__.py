@@ -58,6 +58,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoints.hf_models_agree,
     checkpoints.saving_is_complete,
     checkpoints.saved_apart_from_a_model,
+    checkpoints.retention_fits_saving,
+    checkpoints.exports_have_a_place,
     layout.rollout_has_slots,
     layout.training_slots_fit_the_node,
     engines.engines_fill_their_slots,

@@ -2,7 +2,7 @@
 
 A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
 `release` or `iter_<7 digits>` that it names; the path of such a folder itself is taken too. So is the folder of a
-Hugging Face model, which gives weights and nothing to resume.
+Hugging Face model, which gives weights and nothing to resume. A torn checkpoint is named before any process starts.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from slimrl.arguments.checkpoint_files import REPLACED, damage, folder_name, placed
+from slimrl.arguments.checkpoint_files import TRACKER_NAME as TRACKER
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
 from slimrl.arguments.rules.paths import absent
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = "metadata.json"  # stands in every complete iteration's folder
 _ITERATION = re.compile(r"iter_(\d{7})|release")
+_ROLLOUT = "{rollout_id}"
 
 
 def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -55,7 +57,7 @@ def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Prob
 
 
 def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Absent or empty is a fresh start; anything else must be a checkpoint."""
+    """Empty is a fresh start, and so is an absent folder that the run saves to; all else must be a checkpoint."""
     if args.debug_rollout_only or args.load is None:
         if args.ckpt_step is not None and args.load is None:
             yield Problem("--ckpt-step", f"--ckpt-step {args.ckpt_step} chooses from --load: give it, or leave it out.")
@@ -70,18 +72,74 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
             "--ckpt-step",
             f"--ckpt-step {args.ckpt_step} is not in --load {folder}, which holds no checkpoint: drop it.",
         )
-    elif not folder.exists() and not folder.absolute().parent.is_dir() and args.load != args.save:
+    elif not folder.exists() and not _saves_to(folder, args):
         yield Problem(
             "--load",
-            f"--load {folder} {absent(folder)}, so it looks misspelt and not new: mend it, or make its parent folder"
-            " for a fresh start.",
+            f"--load {folder} {absent(folder)}, and it is not where --save writes to: mend the path, or make the"
+            " folder for a fresh start.",
         )
+
+
+def _saves_to(folder: Path, args: Arguments) -> bool:
+    """True where --save is `folder`, or still to be given (which is another rule's)."""
+    return args.save_interval is not None if args.save is None else folder.absolute() == Path(args.save).absolute()
 
 
 def saving_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
     """--save-interval says when, --save says where."""
     if args.save_interval is not None and args.save is None and "save" not in context.broken:
         yield Problem("--save", f"--save-interval {args.save_interval} needs --save: give a folder.")
+    for flag, value in (
+        ("--save-hf", args.save_hf),
+        ("--save-retain-interval", args.save_retain_interval),
+        ("--save-total-limit", args.save_total_limit),
+        ("--async-save", args.async_save or None),
+    ):
+        if value is not None and args.save is None and "save" not in context.broken:
+            shown = "" if value is True else f" {value}"
+            yield Problem("--save", f"{flag}{shown} is about checkpoints and needs --save: give a folder.")
+
+
+def retention_fits_saving(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What is kept is saved at all, and nothing that the run still needs is deleted."""
+    kept, every = args.save_retain_interval, args.save_interval
+    if kept is not None and every is not None and kept % every != 0:
+        yield Problem(
+            "--save-retain-interval",
+            f"--save-retain-interval {kept} is no multiple of --save-interval {every}: not every checkpoint to keep"
+            f" would be written; give {kept - kept % every + every}.",
+        )
+    deletes = kept is not None or args.save_total_limit is not None
+    if deletes and args.save is not None and args.ref_load is not None:
+        folder, root = Path(args.ref_load).absolute(), Path(args.save).absolute()
+        if root in (folder, folder.parent):
+            yield Problem(
+                "--ref-load",
+                f"--ref-load {args.ref_load} lies in --save {args.save}, where --save-total-limit and"
+                " --save-retain-interval delete: copy the reference to a folder of its own.",
+            )
+
+
+def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--save-hf gives each rollout a folder of its own, modelled on one with weights."""
+    if args.save_hf is None or "save_hf" in context.broken:
+        return
+    if _ROLLOUT not in args.save_hf or set("{}") & set(args.save_hf.replace(_ROLLOUT, "")):
+        yield Problem(
+            "--save-hf",
+            f"--save-hf {args.save_hf} must name the rollout, and nothing else, in braces: put {_ROLLOUT} into the"
+            " path once.",
+        )
+    elif args.save is not None and _ITERATION.fullmatch(Path(args.save_hf).name.replace(_ROLLOUT, "0000000")):
+        yield Problem(
+            "--save-hf", f"--save-hf {args.save_hf} looks like a checkpoint of training: choose another name."
+        )
+    if args.hf_checkpoint is not None and not any(Path(args.hf_checkpoint).glob("*.safetensors")):
+        yield Problem(
+            "--save-hf",
+            f"--save-hf is modelled on --hf-checkpoint {args.hf_checkpoint}, which has no weights (*.safetensors): copy"
+            " them too, or convert checkpoints with tools/convert_torch_dist_to_hf.py.",
+        )
 
 
 def is_hf_model(folder: Path) -> bool:
@@ -123,6 +181,8 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
             yield Problem(
                 step_flag, f"{step_flag} {step} chooses an iteration and {flag} {folder} is one already: drop it."
             )
+        else:
+            yield from _damage(flag, folder)
         return  # one iteration by its own path
     if is_hf_model(folder):
         if step is not None:
@@ -132,9 +192,12 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
             )
         return
     tracker = folder / TRACKER
-    present = sorted(path.name for path in folder.iterdir() if _ITERATION.fullmatch(path.name))
+    names = {path.name.removesuffix(REPLACED) for path in folder.iterdir()}
+    present = sorted(name for name in names if _ITERATION.fullmatch(name))
     if step is not None:
-        if f"iter_{step:07d}" not in present:
+        if folder_name(step) in present:
+            yield from _damage(flag, placed(folder, folder_name(step)))
+        else:
             yield Problem(
                 step_flag, f"{step_flag} {step} is not in {flag} {folder}, which holds {_listed(present)}: choose one."
             )
@@ -154,6 +217,15 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
                 f"{flag} {folder}: {TRACKER} names {wanted}, which is not there (there is {_listed(present)}):"
                 " mend that file, or copy the checkpoint again.",
             )
+        else:
+            yield from _damage(flag, placed(folder, wanted))
+
+
+def _damage(flag: str, checkpoint: Path | None) -> Iterator[Problem]:
+    if checkpoint is not None and (reason := damage(checkpoint)):
+        yield Problem(
+            flag, f"{flag}: {checkpoint} is not loaded, {reason}; choose another checkpoint, or copy it again."
+        )
 
 
 def _what_it_is(folder: Path, present: list[str]) -> str:

@@ -1,0 +1,81 @@
+"""What lies in a folder of checkpoints, by names and sizes alone: whole or torn, ours or another program's.
+
+The one description that the rules (before any process starts), the dry run and the trainer share. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+MANIFEST_NAME = "slimrl_checkpoint.json"  # written last into each checkpoint of training: its files and their bytes
+RELEASE = "release"
+UNFINISHED = ".tmp"  # ends the name of a checkpoint that is being written, or being deleted
+REPLACED = ".old"  # ends the name of a whole one while another takes its place
+_PROGRAM = "slimrl"
+_ALWAYS = ("metadata.json", ".metadata")  # in every torch_dist checkpoint, whoever wrote it
+
+
+def folder_name(iteration: int | None) -> str:
+    """`iter_0000012` for 12, `release` for None."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """12 for `iter_0000012`, None for any other name."""
+    return int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() and len(name) == 12 else None
+
+
+def placed(root: Path, name: str) -> Path | None:
+    """The folder of the checkpoint `name`; where a kill fell between the two renames of a replacement, the old one.
+
+    None where there is neither.
+    """
+    for path in (root / name, root / (name + REPLACED)):
+        if path.is_dir():
+            return path
+    return None
+
+
+def manifest(iteration: int, files: dict[str, int], **more: Any) -> str:
+    """The text of the manifest: `files` are names and bytes, `more` is for the reader's information."""
+    content = {"program": _PROGRAM, "iteration": iteration, **more, "files": dict(sorted(files.items()))}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The parsed manifest; None where there is none, or one that is cut off."""
+    try:
+        content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("program") == _PROGRAM else None
+
+
+def is_ours(folder: Path) -> bool:
+    """True for a checkpoint that training wrote under this very name."""
+    written = read_manifest(folder)
+    return written is not None and written["iteration"] == iteration_of(folder.name)
+
+
+def damage(folder: Path) -> str | None:
+    """Why the checkpoint `folder` is not to be read, None where nothing speaks against it.
+
+    With a manifest every file must have its bytes; without one (a converted model, another program's) the files that
+    no torch_dist checkpoint lacks must be there.
+    """
+    written = read_manifest(folder)
+    if written is None:
+        if (folder / MANIFEST_NAME).exists():
+            return f"its {MANIFEST_NAME} is cut off or not slimrl's"
+        lacking = next((name for name in _ALWAYS if not (folder / name).is_file()), None)
+        return None if lacking is None else f"it is no torch_dist checkpoint, or a torn one: it has no {lacking}"
+    for name, size in written["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"it is torn: {name} is missing"
+        if path.stat().st_size != size:
+            return f"it is torn: {name} has {path.stat().st_size} bytes of {size}"
+    return None
