@@ -23,37 +23,55 @@ from slimrl.algorithms.log_probs import vocab_parallel_log_probs
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
 from slimrl.megatron.micro_batch import MicroBatch
+from slimrl.megatron.output import TokensToScore
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.step_guard import broken_samples
 
 
 @dataclasses.dataclass(frozen=True)
 class LogProbSettings:
-    """How logits become log-probabilities."""
+    """How hidden states become log-probabilities: with logits that are kept for the backward pass, or without."""
 
     vocab_size: int  # without padding
     temperature: float
-    chunk_size: int  # rows at a time, -1 for all
+    chunk_size: int  # rows at a time, -1 for as many as take little memory
+    keep_logits: bool
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
 
-    def __call__(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, float32 [response tokens] each, from `logits` [1, tokens / cp, vocab / tp].
+    def wanted(self, micro_batch: MicroBatch) -> TokensToScore | None:
+        """What to ask of the model: None for logits."""
+        if self.keep_logits:
+            return None
+        return TokensToScore(
+            rows=micro_batch.logit_rows,
+            targets=micro_batch.targets,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+        )
 
-        Every context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
+    def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, float32 [response tokens] each, from the output of the last stage.
+
+        That is [2, own response tokens], or the logits [1, tokens / cp, vocab / tp] where they are kept. Every
+        context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
         """
-        log_probs, entropy = vocab_parallel_log_probs(
-            logits[0].index_select(0, micro_batch.logit_rows),
+        log_probs, entropy = self._from_logits(output[0], micro_batch) if self.keep_logits else output
+        if self.context_group.size() == 1:
+            return log_probs, entropy
+        total = micro_batch.response_index.numel()
+        return _FromAllRanks.apply(log_probs, entropy, micro_batch.own, total, self.context_group)
+
+    def _from_logits(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_log_probs(
+            logits.index_select(0, micro_batch.logit_rows),
             micro_batch.targets,
             vocab_size=self.vocab_size,
             group=self.tensor_group,
             temperature=self.temperature,
             chunk_size=self.chunk_size,
         )
-        if self.context_group.size() == 1:
-            return log_probs, entropy
-        total = micro_batch.response_index.numel()
-        return _FromAllRanks.apply(log_probs, entropy, micro_batch.own, total, self.context_group)
 
 
 class _FromAllRanks(torch.autograd.Function):
@@ -123,8 +141,8 @@ def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:
     return micro_batch.tokens.numel() // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
-def _forward(stage: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
-    """Logits [1, tokens / cp, vocab / tp], of other than the last stage hidden states.
+def _forward(stage: torch.nn.Module, micro_batch: MicroBatch, settings: LogProbSettings) -> Tensor:
+    """The last stage's output that `settings` reads; of other stages hidden states.
 
     Rotary positions restart at every sequence.
     """
@@ -134,7 +152,14 @@ def _forward(stage: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
         if config.sequence_parallel and not stage.module.pre_process:  # the embedding's stage cuts it itself
             group = stage.module.pg_collection.tp
             padding = padding.chunk(group.size(), dim=1)[group.rank()]
-    return stage(micro_batch.tokens, None, None, packed_seq_params=micro_batch.sequences, padding_mask=padding)
+    return stage(
+        micro_batch.tokens,
+        None,
+        None,
+        packed_seq_params=micro_batch.sequences,
+        padding_mask=padding,
+        wanted=settings.wanted(micro_batch),
+    )
 
 
 def _run(
@@ -182,12 +207,12 @@ def compute_log_probs(
     of each.
     """
 
-    def collect(micro_batch: MicroBatch, logits: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-        return micro_batch.response_index, settings(logits, micro_batch)[0]
+    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+        return micro_batch.response_index, settings(output, micro_batch)[0]
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return _forward(stage, micro_batch), partial(collect, micro_batch)
+        return _forward(stage, micro_batch, settings), partial(collect, micro_batch)
 
     for stage in stages:
         stage.eval()
@@ -221,8 +246,8 @@ def forward_backward(
     """
     counts = log_prob_settings.context_group.rank() == 0
 
-    def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
-        log_probs, entropy = log_prob_settings(logits, micro_batch)
+    def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
+        log_probs, entropy = log_prob_settings(output, micro_batch)
         sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
         value, count = sums.loss, sums.count
         if by_tokens is not None:
@@ -234,6 +259,6 @@ def forward_backward(
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return _forward(stage, micro_batch), partial(loss, micro_batch)
+        return _forward(stage, micro_batch, log_prob_settings), partial(loss, micro_batch)
 
     return _run(stages, micro_batches, step, on_micro_batch, forward_only=False)

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from slimrl.arguments import Arguments
 from slimrl.megatron.config import transformer_config
+from slimrl.megatron.output import PolicyModel
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.post_norm import PostNorms
 from slimrl.megatron.spec import block_spec
@@ -37,7 +38,7 @@ def _build_stage(
     args: Arguments, config: TransformerConfig, parallel: ParallelState, virtual_stage: int | None
 ) -> GPTModel:
     post_norms = PostNorms(self_attention=args.post_self_attn_layernorm, mlp=args.post_mlp_layernorm)
-    model = GPTModel(
+    model = PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config, virtual_stage, post_norms),
         vocab_size=args.padded_vocab_size,

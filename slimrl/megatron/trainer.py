@@ -97,6 +97,7 @@ class MegatronTrainer:
             temperature=args.rollout_temperature,
             chunk_size=args.log_probs_chunk_size,
             tensor_group=self.parallel.tp_group,
+            keep_logits=args.keep_logits,
             context_group=self.parallel.cp_group,
         )
         self._loss_settings = PolicyLossSettings.from_args(args)
