@@ -73,7 +73,11 @@ class Rank:
 
     def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
         """Trains on a pickled RolloutBatch; metrics per optimizer step."""
-        return self._trainer.train(rollout_id, pickle.loads(batch))
+        try:
+            return self._trainer.train(rollout_id, pickle.loads(batch))
+        except FloatingPointError:
+            self._trainer.finish_saves()  # every rank is here, and the run will want that checkpoint
+            raise
 
     def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
         """Pushes the weights to every engine."""

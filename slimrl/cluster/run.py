@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.plan.checkpoints import start_of
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
 from slimrl.cluster.session import ray_session, worker_environment
 from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
@@ -119,7 +120,7 @@ class Run:
             with self._timed("save"):
                 folder = self._trainers.save(rollout.rollout_id, rollout.data_state)
             self._log.phase(rollout.rollout_id, "save", self._seconds["save"])
-            logger.info("saved %s", folder)
+            logger.info("saving %s in the background" if self.args.async_save else "saved %s", folder)
 
     def evaluate_before_training(self) -> None:
         """The evaluation of the untrained (or just loaded) model."""
@@ -185,6 +186,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         starting = manager.start.remote(None if args.debug_train_only else slots, environment)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
+            logger.info("%s", start_of(args).sentence)
             trainers = TrainGroup(args, slots, supervisor, environment)
             stack.callback(trainers.kill)
             start, data_state = trainers.initialize()

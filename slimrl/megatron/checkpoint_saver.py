@@ -136,8 +136,7 @@ class CheckpointSaver:
             checkpoint_io.write(snapshot.prepared, partial, self._writers)
             on_lead(lambda: self._complete(root, partial, snapshot, started), self._writers)
         except CheckpointError as error:
-            if dist.get_rank() == 0:
-                checkpoint_folder.discard(root, snapshot.iteration)
+            on_lead(lambda: checkpoint_folder.discard(root, snapshot.iteration), self._writers)
             name = checkpoint_folder.folder_name(snapshot.iteration)
             raise CheckpointError(f"saving {root / name} failed, older checkpoints are untouched: {error}") from error
 

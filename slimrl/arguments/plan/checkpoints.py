@@ -33,7 +33,8 @@ class Found:
 class Start:
     """Where the weights come from and with which rollout the run begins.
 
-    `resumed` is True where optimizer and random state go on too; `reference` is None where no reference is needed.
+    `resumed` is True where optimizer and random state go on too; `reference` is None where no reference is needed;
+    `load` is --load as given.
     """
 
     weights: Found | None
@@ -41,6 +42,17 @@ class Start:
     reference: Found | None
     first_rollout: int
     resumed: bool
+    load: str | None
+
+    @property
+    def sentence(self) -> str:
+        """Where the run begins, for its log."""
+        if self.resumed:
+            return f"resuming from {self.weights.folder} with rollout {self.first_rollout}"
+        source = f"a fresh start from {self.flag} {self.weights.folder}, with rollout {self.first_rollout}"
+        if self.flag == "--load" or self.load is None:
+            return source
+        return f"--load {self.load} holds no checkpoint yet: {source}"
 
 
 def find(folder: str | None, step: int | None) -> Found | None:
@@ -73,4 +85,5 @@ def start_of(args: Arguments) -> Start:
         reference=reference if args.use_reference else None,
         first_rollout=first if args.start_rollout_id is None else args.start_rollout_id,
         resumed=resumed,
+        load=args.load,
     )

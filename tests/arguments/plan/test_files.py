@@ -24,6 +24,10 @@ def test_a_fresh_start_takes_the_reference_and_begins_at_rollout_0(tmp_path):
     assert (start.flag, start.first_rollout, start.resumed) == ("--ref-load", 0, False)
     assert start.weights == start.reference
     assert start.weights.folder == tmp_path / "ref" / "release"
+    assert start.sentence == (
+        f"--load {tmp_path}/new holds no checkpoint yet: a fresh start from --ref-load {reference}/release, with"
+        " rollout 0"
+    )
 
 
 def test_a_resumed_run_goes_on_behind_the_newest_iteration(tmp_path):
@@ -31,11 +35,13 @@ def test_a_resumed_run_goes_on_behind_the_newest_iteration(tmp_path):
     start = start_of(flags(QWEN3_4B, load=load))
     assert (start.flag, start.first_rollout, start.resumed, start.reference) == ("--load", 20, True, None)
     assert start.weights.folder.name == "iter_0000019"
+    assert start.sentence == f"resuming from {load}/iter_0000019 with rollout 20"
 
 
 def test_finetune_takes_the_weights_alone(tmp_path):
     start = start_of(flags(QWEN3_4B, load=checkpoint(tmp_path / "run", "19"), finetune=True))
     assert (start.first_rollout, start.resumed) == (0, False)
+    assert start.sentence == f"a fresh start from --load {tmp_path}/run/iter_0000019, with rollout 0"
 
 
 def test_a_step_and_a_first_rollout_may_be_given(tmp_path):
