@@ -62,6 +62,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.cluster.session import SlotsMissingError
     from slimrl.cluster.supervise import ProcessDiedError
     from slimrl.cluster.train_worker import RankFailedError
+    from slimrl.cluster.watchdog import WaitedTooLongError
     from slimrl.observability.logs import setup_logging
     from slimrl.processes import ProcessStartError
     from slimrl.sglang.errors import EngineError
@@ -75,7 +76,14 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     except SlotsMissingError as error:
         logger.error("%s", error)
         return EXIT_REFUSED
-    except (ProcessDiedError, ProcessStartError, RankFailedError, EngineError, WeightSyncError) as error:
+    except (
+        ProcessDiedError,
+        ProcessStartError,
+        RankFailedError,
+        EngineError,
+        WeightSyncError,
+        WaitedTooLongError,
+    ) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     except KeyboardInterrupt as interrupt:

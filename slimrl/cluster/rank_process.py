@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.observability.logs import LOG_FORMAT
+from slimrl.processes import stacks
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -119,5 +120,6 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    stacks.listen()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     serve(Connection(int(sys.argv[1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pickle
 import time
@@ -12,8 +13,10 @@ import ray
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import process_log, working_folder
+from slimrl.cluster.event_loop import LoopWatch
 from slimrl.cluster.fleet import Fleet
 from slimrl.cluster.slots import Slots
+from slimrl.cluster.whereabouts import GenerationWhere
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
 from slimrl.observability import dump
@@ -26,6 +29,9 @@ from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.rollout.train_data import training_batch
 from slimrl.sglang.client import RouterClient
+from slimrl.sglang.loads import load_of
+
+LOADS_TIMEOUT_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +69,12 @@ def load_tokenizer(path: str, *, trust_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_code)
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, concurrency_groups={"watchdog": 4})
 class RolloutManager:
-    """An asyncio actor: `watch` stays pending beside a running `generate`, which may overlap with training."""
+    """An asyncio actor: `watch` stays pending beside a running `generate`, which may overlap with training.
+
+    What the driver asks meanwhile is answered in an event loop of its own, also where a function blocks the first.
+    """
 
     def __init__(self, args: Arguments, data_parallel_size: int, log_path: Path, folder: Path) -> None:
         working_folder.enter(folder)
@@ -75,6 +84,9 @@ class RolloutManager:
         self._fleet: Fleet | None = None
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
+        self._loop: LoopWatch | None = None
+        self._doing = ""
+        self._log_path = log_path
         self._tokenizer = load_tokenizer(
             args.hf_checkpoint, trust_code=bool(args.sglang_options.get("trust_remote_code"))
         )
@@ -82,8 +94,10 @@ class RolloutManager:
 
     async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:
         """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
+        self._loop = LoopWatch()
         if slots is None:
             return []
+        self._doing = "starting the servers (sglang*.log and router.log beside this log)"
         self._fleet = await Fleet.start(self._args, slots, environment)
         self._client = RouterClient(
             self._fleet.router_url,
@@ -93,6 +107,7 @@ class RolloutManager:
         )
         await self._client.__aenter__()
         self._generator = RolloutGenerator(self._args, self._tokenizer, self._client)
+        self._doing = ""
         return self._fleet.endpoints
 
     async def watch(self) -> str:
@@ -107,9 +122,27 @@ class RolloutManager:
         """Continues the data source where a checkpoint left it."""
         self._data_source.load_state_dict(state)
 
+    @ray.method(concurrency_group="watchdog")
     async def progress(self) -> tuple[int, int]:
         """Finished and expected samples of the generation that runs now."""
         return self._generator.progress() if self._generator else (0, 0)
+
+    @ray.method(concurrency_group="watchdog")
+    async def where(self) -> GenerationWhere:
+        """What is being done, which samples are unfinished and what keeps them, and how busy the servers are."""
+        finished, expected = await self.progress()
+        urls = self._client.server_urls if self._client else []
+        loads = await asyncio.gather(*(asyncio.to_thread(load_of, url, LOADS_TIMEOUT_S) for url in urls))
+        return GenerationWhere(
+            doing=self._doing,
+            finished=finished,
+            expected=expected,
+            samples=self._generator.under_way() if self._generator else [],
+            in_flight=self._client.in_flight if self._client else 0,
+            blocked_at=await self._loop.blocked_at() if self._loop else "",
+            servers=loads,
+            log=str(self._log_path),
+        )
 
     async def generate(self, rollout_id: int) -> RolloutResult:
         """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank."""

@@ -18,6 +18,8 @@ from slimrl.cluster.session import ray_session, worker_environment
 from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_group import TrainGroup
+from slimrl.cluster.watchdog import Awaited, Patience, answers
+from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.versions import package_versions
@@ -61,19 +63,20 @@ class Run:
 
     def start_generation(self, rollout_id: int) -> ray.ObjectRef:
         """Starts generating a rollout; `finish_generation` waits for it."""
+        self._generation = _of_manager(self._manager, f"generate of rollout {rollout_id}")
         return self._manager.generate.remote(rollout_id)
 
     def finish_generation(self, generation: ray.ObjectRef) -> RolloutResult:
         """The generated rollout, once it is complete."""
         with self._timed("wait_for_rollout"), self._progress("generate", self._manager.progress.remote) as update:
-            result: RolloutResult = self._supervisor.get([generation], progress=update)[0]
+            result: RolloutResult = self._supervisor.get([generation], self._generation, update)[0]
         self._seconds["generate"] = result.seconds
         return result
 
     def wait_for(self, generation: ray.ObjectRef) -> None:
         """Waits until a generation is complete, so that no request is in flight when weights change."""
         with self._timed("wait_for_rollout"):
-            self._supervisor.get([generation])
+            self._supervisor.get([generation], self._generation)
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """Generates one rollout and waits for it."""
@@ -141,7 +144,8 @@ class Run:
 
     def _evaluate(self, step: int, when: str | int) -> None:
         with self._timed("evaluate"), self._progress("evaluate", self._manager.progress.remote) as update:
-            results = self._supervisor.get([self._manager.evaluate.remote(step)], progress=update)[0]
+            awaited = _of_manager(self._manager, f"evaluate after {step} rollouts")
+            results = self._supervisor.get([self._manager.evaluate.remote(step)], awaited, update)[0]
         self._log.evaluation(when, step, results)
         if step > self.rollout_ids.start:
             self._log.phase(step - 1, "evaluate", self._seconds["evaluate"])
@@ -177,7 +181,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         log = stack.enter_context(RunLog.open(args, package_versions()))
         slots = Slots(plan)
         stack.callback(slots.release)
-        supervisor = Supervisor()
+        supervisor = Supervisor(Patience.from_args(args))
         manager = _start_manager(args, plan, environment)
         stack.callback(ray.kill, manager)
         args = _with_length(args, manager, supervisor)
@@ -190,19 +194,25 @@ def open_run(args: Arguments) -> Iterator[Run]:
             trainers = TrainGroup(args, slots, supervisor, environment)
             stack.callback(trainers.kill)
             start, data_state = trainers.initialize()
-        endpoints = supervisor.get([starting])[0]
+        endpoints = supervisor.get([starting], _of_manager(manager, "the start of the engines"))[0]
         if endpoints:
             supervisor.watch(manager.watch.remote(), lambda error: f"the rollout manager died: {error}")
             if trainers is not None:
                 trainers.connect_engines(endpoints)
         if data_state is not None:
-            supervisor.get([manager.load_data_state.remote(data_state)])
+            awaited = _of_manager(manager, "the position in the data")
+            supervisor.get([manager.load_data_state.remote(data_state)], awaited)
         log.begin(start)
         yield Run(args, start, trainers, manager, supervisor, log)
         if trainers is not None:
             trainers.close()
         supervisor.forget()
         ray.get(manager.close.remote())
+
+
+def _of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:
+    """A wait for the rollout manager."""
+    return Awaited(what, lambda _: of_generation(answers([manager.where.remote()])[0]))
 
 
 def _start_manager(args: Arguments, plan: SlotPlan, environment: dict[str, str]) -> ray.actor.ActorHandle:
@@ -219,7 +229,7 @@ def _with_length(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Su
     """
     if args.num_rollout is not None:
         return args
-    prompts = supervisor.get([manager.prompts_per_epoch.remote()])[0]
+    prompts = supervisor.get([manager.prompts_per_epoch.remote()], _of_manager(manager, "the prompts"))[0]
     per_epoch = prompts // args.rollout_batch_size
     if per_epoch == 0:
         raise ValueError(

@@ -9,6 +9,8 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayTaskError
 
+from slimrl.cluster.watchdog import Awaited, Patience, Wait
+
 PROGRESS_INTERVAL_S = 0.5
 
 
@@ -22,7 +24,8 @@ class Supervisor:
     A watch becomes ready (with a message) or fails (with Ray's actor error) when its process dies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
         self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
 
     def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
@@ -33,17 +36,21 @@ class Supervisor:
         """Drops every watch: from here on processes end because they are told to."""
         self._watches.clear()
 
-    def get(self, refs: Sequence[ObjectRef], progress: Callable[[], None] | None = None) -> list[Any]:
-        """`ray.get`, ended early by the first failure among `refs` or the watched processes.
+    def get(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None = None) -> list[Any]:
+        """`ray.get`, ended early by the first failure among `refs` or the watched processes; `awaited` says what for.
 
-        Raises ProcessDiedError for a death and the task's own exception for a failed call.
+        Raises ProcessDiedError for a death, the task's own exception for a failed call, and WaitedTooLongError.
         """
         pending = list(dict.fromkeys(refs))
+        wait = Wait(self._patience, awaited)
         while pending:
-            timeout = PROGRESS_INTERVAL_S if progress else None
+            times = [wait.remaining(), PROGRESS_INTERVAL_S if progress else None]
+            timeout = min((time_s for time_s in times if time_s is not None), default=None)
             ready, _ = ray.wait([*self._watches, *pending], num_returns=1, timeout=timeout)
             if progress:
                 progress()
+            if not ready:
+                wait.look([place for place, ref in enumerate(refs) if ref in pending])
             for ref in ready:
                 if ref in self._watches:
                     raise ProcessDiedError(self._message(ref))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.slots import TRAIN_SHARE, Slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_worker import TrainWorker
+from slimrl.cluster.watchdog import Awaited, answers
+from slimrl.cluster.whereabouts import of_ranks
 from slimrl.weights.sync import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
@@ -36,13 +38,17 @@ class TrainGroup:
         for rank, worker in enumerate(self.workers):
             supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._supervisor.get([worker.call.remote(method, *arguments) for worker in self.workers])
+    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        calls = [worker.call.remote(method, *arguments) for worker in self.workers]
+        return self._supervisor.get(calls, _of(self.workers, what))
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; the first rollout id and the saved data state, if any."""
-        store = self._supervisor.get([self.workers[0].open_store.remote()])[0]
-        starts = self._supervisor.get([worker.initialize.remote(store) for worker in self.workers])
+        first, what = self.workers[0], "the start of training"
+        store = self._supervisor.get([first.open_store.remote()], _of([first], what))[0]
+        starts = self._supervisor.get(
+            [worker.initialize.remote(store) for worker in self.workers], _of(self.workers, what)
+        )
         first_ids = {start.start_rollout_id for start in starts}
         if len(first_ids) != 1:
             raise RuntimeError(f"the train workers loaded different checkpoints: they start at {sorted(first_ids)}")
@@ -50,14 +56,14 @@ class TrainGroup:
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """Prepares weight pushes to the engines."""
-        self._call("connect_engines", endpoints)
+        self._call("connect_engines", endpoints, what="connecting training with the engines")
 
     def train(
         self, rollout_id: int, batches: list[ray.ObjectRef], progress: Callable[[], None] | None = None
     ) -> list[dict[str, float]]:
         """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
         calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
-        return self._supervisor.get(calls, progress=progress)[0]
+        return self._supervisor.get(calls, _of(self.workers, f"train of rollout {rollout_id}"), progress)[0]
 
     def progress(self) -> ray.ObjectRef:
         """A reference to how far rank 0 is in its training: (micro-batches begun, all)."""
@@ -66,18 +72,18 @@ class TrainGroup:
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""
         check_equal, self._check_equal = self._check_equal, False
-        report = self._call("update_weights", str(version), check_equal)[0]
+        report = self._call("update_weights", str(version), check_equal, what=f"the push of weights {version}")[0]
         if check_equal:
             logger.info("the weights of every engine equal the trained ones, bit for bit")
         return report
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
-        return self._call("save", rollout_id, data_state)[0]
+        return self._call("save", rollout_id, data_state, what=f"save after rollout {rollout_id}")[0]
 
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
-        self._call("close")
+        self._call("close", what="the end of training")
         self._supervisor.forget()  # from here on ranks end because they are told to
         ray.get([worker.stop.remote() for worker in self.workers])
         self.kill()
@@ -86,3 +92,8 @@ class TrainGroup:
         """Ends the actors at once."""
         for worker in self.workers:
             ray.kill(worker)
+
+
+def _of(workers: Sequence[ray.actor.ActorHandle], what: str) -> Awaited:
+    """A wait for one call on each of these workers, in their order."""
+    return Awaited(what, lambda pending: of_ranks(answers([worker.where.remote() for worker in workers]), pending))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import sys
@@ -16,7 +17,8 @@ from ray import ObjectRef
 from slimrl.arguments import Arguments
 from slimrl.cluster import working_folder
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
-from slimrl.processes import ManagedProcess, importable
+from slimrl.cluster.whereabouts import RankWhere
+from slimrl.processes import ManagedProcess, importable, stacks
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
@@ -34,6 +36,8 @@ class TrainWorker:
         working_folder.enter(folder)
         self._rank = rank
         self._progress = (0, 0)
+        self._method: str | None = None
+        self._last_sign = time.monotonic()
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         self._process = ManagedProcess(
@@ -63,6 +67,24 @@ class TrainWorker:
         """Micro-batches begun by the running `train`, and all of them, over its passes."""
         return self._progress
 
+    @ray.method(concurrency_group="progress")
+    def where(self) -> RankWhere:
+        """What the rank does and where in the code it is; the stacks of its threads are in its log then."""
+        pid = stacks.guarded(self._process.pid)
+        log = self._process.log_path
+        return RankWhere(
+            rank=self._rank,
+            pid=pid,
+            node=ray.util.get_node_ip_address(),
+            method=self._method,
+            micro_batch=self._progress[0],
+            micro_batches=self._progress[1],
+            seconds=time.monotonic() - self._last_sign,
+            state="gone" if pid is None else stacks.state(pid),
+            frames=[] if pid is None else stacks.frames_of(pid, log),
+            log=os.fspath(log),
+        )
+
     def open_store(self) -> tuple[str, int]:
         """Host and port of the store in which all ranks meet; for rank 0."""
         return ray.util.get_node_ip_address(), self.call("open_store")
@@ -78,15 +100,16 @@ class TrainWorker:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls `Rank.<method>` in the rank's process. Raises RankFailedError with the rank's traceback."""
-        self._progress = (0, 0)
+        self._progress, self._method, self._last_sign = (0, 0), method, time.monotonic()
         try:
             self._connection.send_bytes(pickle.dumps((method, arguments)))
             kind, value = pickle.loads(self._connection.recv_bytes())
             while kind == "progress":
-                self._progress = value
+                self._progress, self._last_sign = value, time.monotonic()
                 kind, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise RankFailedError(f"train worker rank {self._rank} ended during {method}") from error
+        self._method = None
         if kind == "error":
             summary, trace = value
             raise RankFailedError(f"train worker rank {self._rank}, {method}: {summary}\n{trace}")

@@ -24,6 +24,7 @@ from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sampling import SamplingPlan
 from slimrl.rollout.sglang_rollout import call_rollout_function, eval_results, rollout_output
+from slimrl.rollout.under_way import SampleWhere
 
 _HOPELESS_BATCHES = 16
 
@@ -52,6 +53,10 @@ class RolloutGenerator:
     def progress(self) -> tuple[int, int]:
         """Finished and expected samples of the generation that runs now, or ran last."""
         return self._maker.finished, self._expected
+
+    def under_way(self) -> list[SampleWhere]:
+        """The samples that somebody works on now, the slowest first; may be called from any thread."""
+        return self._maker.under_way.where()
 
     async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""

@@ -18,6 +18,7 @@ from slimrl.rollout.engine import StoppableEngine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.stop_strings import end_at_stop_string
 from slimrl.rollout.turns import append_generation
+from slimrl.rollout.under_way import UnderWay
 
 _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
@@ -53,6 +54,7 @@ class SampleMaker:
         self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
         self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in args.rollout_sample_hook_path]
         self.finished = 0
+        self.under_way = UnderWay()
 
     def check(self, policy: SamplePolicy, source: str) -> None:
         """Raises where a policy's functions or reward type cannot be used."""
@@ -76,7 +78,7 @@ class SampleMaker:
         """
         if sample.status in _FINISHED:
             return [sample]
-        made = await _named(sample, "generation", self._generate(sample, params, policy))
+        made = await self._named(sample, "generation", self._generate(sample, params, policy))
         return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
 
     async def judge(self, samples: list[Sample], policy: SamplePolicy) -> None:
@@ -88,13 +90,14 @@ class SampleMaker:
             return
         for made in samples:
             if made.status in _FINISHED and made.reward is None:
-                made.reward = await _named(made, "the reward", self._scorer.score(made, policy.reward_rule))
+                made.reward = await self._named(made, "the reward", self._scorer.score(made, policy.reward_rule))
         self.finished += all(made.reward is not None for made in samples)
 
     async def _judge_together(self, samples: list[Sample], policy: SamplePolicy) -> None:
         if samples:
             judging = self._scorer.score_group(samples, policy.reward_rule)
-            for made, reward in zip(samples, await _named(samples[0], "the reward of the group", judging), strict=True):
+            rewards = await self._named(samples[0], "the reward of the group", judging)
+            for made, reward in zip(samples, rewards, strict=True):
                 made.reward = reward
         self.finished += len(samples)
 
@@ -141,7 +144,7 @@ class SampleMaker:
 
     async def _hooked(self, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
         for path, hook in self._sample_hooks:
-            sample = await _named(
+            sample = await self._named(
                 sample, f"--rollout-sample-hook-path {path}", self._hook(hook, sample, policy, rollout_id)
             )
         return sample
@@ -157,6 +160,20 @@ class SampleMaker:
             raise TypeError(f"it must return a Sample or None, not {returned!r}")
         _check(returned, may_be_aborted=False)
         return returned
+
+    async def _named(self, sample: Sample, stage: str, work: Any) -> Any:
+        try:
+            with self.under_way.at(sample, stage):
+                return await work
+        except (asyncio.CancelledError, SampleError):
+            raise
+        except Exception as error:  # user code and engines may raise anything; nothing is swallowed
+            prompt = str(sample.prompt)
+            shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
+            raise SampleError(
+                f"{stage} of sample {sample.index} (group {sample.group_index}) failed:"
+                f" {type(error).__name__}: {error}; its prompt: {shown!r}"
+            ) from error
 
     def _function(self, path: str) -> tuple[hooks.CustomGenerate, tuple[str, ...]]:
         if path not in self._functions:
@@ -175,17 +192,3 @@ def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     for name, column in (("loss_mask", sample.loss_mask), ("rollout_log_probs", sample.rollout_log_probs)):
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries and the response {sample.response_length} tokens")
-
-
-async def _named(sample: Sample, stage: str, work: Any) -> Any:
-    try:
-        return await work
-    except (asyncio.CancelledError, SampleError):
-        raise
-    except Exception as error:  # user code and engines may raise anything; nothing is swallowed
-        prompt = str(sample.prompt)
-        shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
-        raise SampleError(
-            f"{stage} of sample {sample.index} (group {sample.group_index}) failed:"
-            f" {type(error).__name__}: {error}; its prompt: {shown!r}"
-        ) from error

@@ -8,6 +8,7 @@ import ray
 from slimrl.cluster.session import SlotsMissingError, check_slots, ray_session, worker_environment
 from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
+from slimrl.cluster.watchdog import Awaited, Patience
 
 
 def flags(**changes):
@@ -118,10 +119,11 @@ def test_a_train_worker_and_an_engine_share_a_slot_and_a_death_ends_the_wait():
         assert len({(slot.node_ip, slot.gpu_id) for slot in slots.slots}) == 2
         members = [Member.options(**slots.options(0, share)).remote() for share in (TRAIN_SHARE, ENGINE_SHARE)]
         assert [ray.get(member.gpu.remote()) for member in members] == [[slots.slots[0].gpu_id]] * 2
-        supervisor = Supervisor()
+        supervisor = Supervisor(Patience(0, None))
+        awaited = Awaited("nothing", lambda _: "")
         for name, member in zip(("one", "two"), members, strict=True):
             supervisor.watch(member.watch.remote(), lambda error, name=name: f"{name} died")
-        assert supervisor.get([members[0].gpu.remote()]) == [[slots.slots[0].gpu_id]]
+        assert supervisor.get([members[0].gpu.remote()], awaited) == [[slots.slots[0].gpu_id]]
         members[1].die.remote()
         with pytest.raises(ProcessDiedError, match="two died"):
-            supervisor.get([members[0].watch.remote()])
+            supervisor.get([members[0].watch.remote()], awaited)

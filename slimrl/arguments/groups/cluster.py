@@ -54,6 +54,15 @@ class ClusterArguments:
         not_served="the backend follows from the machine; leave it out",
     )
     distributed_timeout_minutes: int = flag(10, "longest wait of one training collective (minutes)", at_least=1)
+    watchdog_report_seconds: float = flag(
+        120.0,
+        "after waiting this long say what is awaited, by whom and where each stands; again after twice as long, and"
+        " so on (seconds; 0: never)",
+        at_least=0,
+    )
+    watchdog_limit_seconds: float | None = flag(
+        None, "after waiting this long for any one thing end the run, with that report (seconds; never)", above=0
+    )
     train_backend: str = flag("megatron", "what trains", choices=("megatron",))
     release_train: bool = flag(
         False,

@@ -1,0 +1,83 @@
+"""Where another process of this machine stands: its state, and the Python stack of its main thread.
+
+Promises to disturb nobody: a process that does not listen is never sent the signal, which would end it. Processes
+that may hang call `listen` first of all; whoever started them asks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+SIGNAL = signal.SIGUSR2
+_PATIENCE_S = 1.0
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+
+
+def listen() -> None:
+    """From now on the signal writes the stacks of all threads to stderr, whatever this process is doing."""
+    faulthandler.register(SIGNAL, file=sys.stderr, all_threads=True)
+
+
+def guarded(guardian: int) -> int | None:
+    """The process below a guardian, which is the one that works; None where it is gone."""
+    try:
+        children = psutil.Process(guardian).children()
+    except psutil.NoSuchProcess:
+        return None
+    return children[0].pid if children else None
+
+
+def state(pid: int) -> str:
+    """What the kernel says of a process in one word, such as "sleeping", "stopped" or "gone"."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def frames_of(pid: int, log: Path) -> list[str]:
+    """The stack of the main thread, innermost first, "file:line function" each.
+
+    `log` is where the process writes its stderr; the stacks of all threads are there afterwards. Empty where the
+    process does not listen or does not answer within a second, as one that is stopped.
+    """
+    if not _listens(pid):
+        return []
+    start = log.stat().st_size if log.exists() else 0
+    psutil.Process(pid).send_signal(SIGNAL)
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        with open(log, errors="replace") as file:
+            file.seek(start)
+            if frames := _main_thread(file.read()):
+                return frames
+    return []
+
+
+def _listens(pid: int) -> bool:
+    """Whether the process has a handler for the signal: without one it would end."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = int(status.split("SigCgt:", 1)[1].split(None, 1)[0], 16)
+    return bool(caught >> (SIGNAL - 1) & 1)
+
+
+def _main_thread(text: str) -> list[str]:
+    """Frames of the last thread in a dump of faulthandler, which begins with the newest thread."""
+    frames: list[str] = []
+    for line in text.splitlines():
+        if "(most recent call first)" in line:
+            frames = []
+        elif match := _FRAME.match(line):
+            frames.append(f"{match[1]}:{match[2]} {match[3]}")
+    return frames

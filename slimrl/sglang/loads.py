@@ -1,0 +1,38 @@
+"""How busy a server is. Called by the rollout manager when the driver wonders what it is waiting for."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+from slimrl.sglang.calls import call
+from slimrl.sglang.errors import EngineError
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLoad:
+    """Requests of a server, as its scheduler last wrote them down `seconds` ago (one that works does so all the time).
+
+    All are None where the server does not answer.
+    """
+
+    url: str
+    running: int | None = None
+    waiting: int | None = None
+    seconds: float | None = None
+
+
+def load_of(server_url: str, timeout_s: float) -> ServerLoad:
+    """Asks the server, for at most `timeout_s`; over its data-parallel copies the sums and the oldest sign."""
+    try:
+        answer = call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s)
+    except EngineError:
+        return ServerLoad(server_url)
+    loads = answer["loads"]
+    now = datetime.datetime.fromisoformat(answer["timestamp"]).timestamp()  # the server's clock, not ours
+    return ServerLoad(
+        server_url,
+        running=sum(load["num_running_reqs"] for load in loads),
+        waiting=sum(load["num_waiting_reqs"] for load in loads),
+        seconds=max((now - load["timestamp"] for load in loads), default=0.0),
+    )
