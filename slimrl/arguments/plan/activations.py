@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from slimrl.arguments.plan.shape import Shape
 
 FP32 = 4
+# Where no size is given, a piece of logits and its two float32 buffers are kept below this share of all logits.
+PIECE_SHARE, PIECE_ALIGNMENT = 1 / 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +149,24 @@ def _gradient_bytes(shape: Shape, setting: Setting, *, moe: bool) -> int:
     return hidden + parts["moe"] + parts["moe_act"]
 
 
-def logits_bytes(shape: Shape, setting: Setting, chunk_size: int) -> int:
-    """Bytes of the loss: logits, those of the response tokens, their gradient, two float32 buffers of a chunk.
+def output_bytes(shape: Shape, setting: Setting, chunk_size: int, *, keep_logits: bool) -> int:
+    """Bytes of the output layer and the loss at their largest, in the backward pass.
 
-    Every token is taken for a response token. `chunk_size` is --log-probs-chunk-size (-1: all tokens at once).
+    Every token is taken for a response token. `chunk_size` is --log-probs-chunk-size. The gradient of the weight is
+    there until it is added to the gradient buffer.
     """
     columns = shape.padded_vocab // setting.tensor
-    rows = setting.tokens if chunk_size < 0 else min(chunk_size, setting.tokens)
-    return columns * (3 * setting.element * setting.tokens + 2 * FP32 * rows)
+    weight_gradient = columns * shape.hidden * setting.element
+    if keep_logits:  # all of them, those of the response tokens, their gradient, two float32 buffers of some rows
+        share = PIECE_SHARE * setting.element / (2 * FP32)
+        rows = min(chunk_size, setting.tokens) if chunk_size > 0 else max(int(setting.tokens * share), 1)
+        return columns * (3 * setting.element * setting.tokens + 2 * FP32 * rows) + weight_gradient
+    piece = min(piece_columns(setting.tokens, columns, setting.element, chunk_size), columns)
+    hidden = shape.hidden * setting.tokens * (FP32 + 2 * setting.element)  # the rows, their gradient in float32, a sum
+    return piece * setting.tokens * (setting.element + 2 * FP32) + hidden + weight_gradient
+
+
+def piece_columns(tokens: int, columns: int, element: int, chunk_size: int) -> int:
+    """The width of a piece of logits: the same number as in `slimrl.algorithms.output_log_probs` (tested)."""
+    share = chunk_size / max(tokens, 1) if chunk_size > 0 else PIECE_SHARE * element / (element + 2 * FP32)
+    return max(int(columns * share) // PIECE_ALIGNMENT, 1) * PIECE_ALIGNMENT

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.plan.activations import Setting, logits_bytes, saved_bytes, working_bytes
+from slimrl.arguments.plan.activations import Setting, output_bytes, saved_bytes, working_bytes
 from slimrl.arguments.plan.batch import largest_micro_batch
 from slimrl.arguments.plan.engine_memory import EngineMemory, EngineSettings, engine_memory
 from slimrl.arguments.plan.layout import Groups, groups_of, stage_layers
@@ -31,7 +31,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int  # kept for the backward pass, of all micro-batches in flight
-    loss: int  # logits and their gradient, last stage only
+    loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
     weight_update: int  # the bucket that new weights travel in, when nothing of the three above is there
     host: int  # in host memory: reference weights, optimizer state with --optimizer-cpu-offload
@@ -99,11 +99,15 @@ def _stage(args: Arguments, shape: Shape, parts: list[tuple[int, ...]], number: 
         gradients=(dense + expert) * gradient_bytes(args),
         optimizer=state - offloaded,
         activations=int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
-        loss=logits_bytes(shape, setting, args.log_probs_chunk_size) if last else 0,
+        loss=_output_bytes(args, shape, setting) if last else 0,
         backward=working_bytes(shape, setting, parts[number]),
         weight_update=0 if args.debug_train_only else min(args.update_weight_buffer_size, weights.total * element),
         host=offloaded + (2 * weights.total * element if args.use_reference else 0),
     )
+
+
+def _output_bytes(args: Arguments, shape: Shape, setting: Setting) -> int:
+    return output_bytes(shape, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
 
 
 def gradient_bytes(args: Arguments) -> int:

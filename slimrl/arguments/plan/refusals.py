@@ -170,8 +170,8 @@ def _less_training(plan: Plan) -> str:
         means.append("add --recompute-granularity full")
     if args.use_dynamic_batch_size:
         means.append("lower --max-tokens-per-gpu")
-    if args.log_probs_chunk_size < 0:
-        means.append("give --log-probs-chunk-size 1024")
+    if args.keep_logits:
+        means.append("leave out --keep-logits")
     return ", ".join(means[:-1]) + (" or " if means[1:] else "") + means[-1]
 
 

@@ -3,7 +3,14 @@
 import pytest
 
 from slimrl.arguments.plan import estimate
-from slimrl.arguments.plan.activations import Setting, layer_bytes, layer_parts, logits_bytes, saved_bytes
+from slimrl.arguments.plan.activations import (
+    Setting,
+    layer_bytes,
+    layer_parts,
+    output_bytes,
+    piece_columns,
+    saved_bytes,
+)
 from slimrl.arguments.plan.engine_memory import EngineSettings, cache_elements_per_token, engine_memory
 from slimrl.arguments.plan.shape import Shape, shape_of
 from tests.arguments.plan.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
@@ -159,11 +166,36 @@ def test_few_micro_batches_fill_no_pipeline():
     assert stages[0].activations == stages[1].activations  # two data parallel ranks, one micro-batch each
 
 
-def test_logits_count_three_copies_and_two_float32_buffers_of_a_chunk():
+def test_an_output_layer_in_pieces_counts_one_of_them_and_its_gradients():
     shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
     setting = Setting(tokens=9216, element=2, tensor=2)
-    assert logits_bytes(shape, setting, -1) == 76032 * 9216 * (3 * 2 + 2 * 4)
-    assert logits_bytes(shape, setting, 1024) == 76032 * (9216 * 6 + 1024 * 8)
+    weight_gradient, hidden = 76032 * 2560 * 2, 9216 * 2560 * (4 + 2 + 2)
+    # 1/16 x 2 / (2 + 8) of 76,032 columns, down to a multiple of 64
+    pieces = 896 * 9216 * (2 + 8)
+    assert output_bytes(shape, setting, -1, keep_logits=False) == pieces + hidden + weight_gradient
+    pieces = 8448 * 9216 * (2 + 8)  # 1,024 of 9,216 tokens: a ninth of the columns
+    assert output_bytes(shape, setting, 1024, keep_logits=False) == pieces + hidden + weight_gradient
+    assert output_bytes(shape, setting, 10**6, keep_logits=False) == (76032 * 9216 * (2 + 8) + hidden + weight_gradient)
+
+
+def test_logits_that_are_kept_count_three_copies_and_two_float32_buffers_of_a_chunk():
+    shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
+    setting = Setting(tokens=9216, element=2, tensor=2)
+    weight_gradient = 76032 * 2560 * 2
+    kept = 76032 * 9216 * 3 * 2
+    assert output_bytes(shape, setting, -1, keep_logits=True) == kept + 76032 * 144 * 8 + weight_gradient
+    assert output_bytes(shape, setting, 1024, keep_logits=True) == kept + 76032 * 1024 * 8 + weight_gradient
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 9216])
+@pytest.mark.parametrize("element", [2, 4])
+@pytest.mark.parametrize("chunk_size", [-1, 1, 77, 1024])
+def test_the_pieces_are_those_of_the_trainer(tokens, element, chunk_size):
+    from slimrl.algorithms import output_log_probs
+
+    for columns in (64, 128, 37984, 151936):
+        numbers = (tokens, columns, element, chunk_size)
+        assert piece_columns(*numbers) == output_log_probs.piece_columns(*numbers)
 
 
 def test_the_peak_has_the_loss_or_a_layers_backward_pass():
