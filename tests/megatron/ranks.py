@@ -102,3 +102,16 @@ def train_once(
     result = StepResult(metrics, export(trainer), export(trainer, gradients=True), progress)
     trainer.close()
     return result if rank == 0 else metrics
+
+
+def local_state(trainer: Any) -> dict[str, Tensor]:
+    """Every tensor of this rank that training depends on."""
+    tensors = {}
+    for number, stage in enumerate(trainer.stages):
+        named = (*stage.named_parameters(), *stage.named_buffers())
+        tensors |= {f"weight {number} {name}": value.detach().clone() for name, value in named}
+    for part, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+        for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
+            tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
+            tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
+    return tensors

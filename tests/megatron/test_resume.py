@@ -54,7 +54,7 @@ def train(
         first_rollout=trainer.start_rollout_id,
         data_state=trainer.data_state,
         metrics=metrics,
-        state=local_state(trainer),
+        state=ranks.local_state(trainer),
         step_counts=step_counts(trainer.optimizer),
         random_numbers=draw(),
         weights=ranks.export(trainer),
@@ -70,19 +70,6 @@ def draw() -> list[float]:
     with get_cuda_rng_tracker().fork():  # the generator of the tensor-parallel regions
         regional = float(torch.rand(()))
     return [random.random(), float(numpy.random.rand()), float(torch.rand(())), regional]
-
-
-def local_state(trainer: Any) -> dict[str, Tensor]:
-    """Every tensor of this rank that training depends on."""
-    tensors = {}
-    for number, stage in enumerate(trainer.stages):
-        named = (*stage.named_parameters(), *stage.named_buffers())
-        tensors |= {f"weight {number} {name}": value.detach().clone() for name, value in named}
-    for part, optimizer in enumerate(trainer.optimizer.chained_optimizers):
-        for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
-            tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
-            tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
-    return tensors
 
 
 def schedule_args(models: Any, **changes: Any) -> Arguments:
