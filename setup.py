@@ -26,6 +26,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["slimrl", "slimrl.*"]),
+    package_data={"slimrl.observability": ["viewer_page/*"]},
     install_requires=[
         # The engines, tested together; docs/versions.md says what each of them is needed for.
         "torch==2.13.0",
@@ -37,10 +38,13 @@ setup(
         # Used directly; the engines above need most of them anyway.
         "aiohttp>=3.14",
         "huggingface_hub>=1.33",
+        "itables>=2.9",
+        "Jinja2>=3.1",
         "math-verify[antlr4_13_2]==0.9.0",
         "matplotlib>=3.10",
         "numpy>=2.3",
         "orjson>=3.11",
+        "pandas>=3.1",
         "psutil>=7.0",
         "py3langid>=0.4",
         "pyarrow>=20.0",

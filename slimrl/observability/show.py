@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from slimrl.data.sample import Sample
 from slimrl.observability.dump import RolloutDump, read_dump
+from slimrl.observability.viewer import prompt_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,11 +86,8 @@ def _print_sample(console: object, sample: Sample, chars: int) -> None:
     from rich.text import Text
 
     assert isinstance(console, Console)
-    prompt = sample.prompt
-    if not isinstance(prompt, str):
-        prompt = "\n".join(f"[{message.get('role')}] {message.get('content')}" for message in prompt)
     # Text, not markup: a response may well hold square brackets.
-    parts = [Text(_shorten(prompt, chars), style="dim"), Text(_shorten(sample.response, chars))]
+    parts = [Text(_shorten(prompt_text(sample), chars), style="dim"), Text(_shorten(sample.response, chars))]
     if sample.label is not None:
         parts.append(Text(f"label: {sample.label}", style="dim"))
     title = Text(f"sample {sample.index} | reward {_reward(sample)} | {sample.status.value}")

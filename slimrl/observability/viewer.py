@@ -1,0 +1,141 @@
+"""Rollout dumps as one web page that needs nothing but a browser: a table to search and sort, and every sample in full.
+
+The table is DataTables, brought by itables; texts of models are shown as text, never as markup. Called by
+tools/show_rollouts.py.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from slimrl.data.sample import Sample
+from slimrl.observability.dump import RolloutDump
+from slimrl.observability.token_text import Decoder, token_pieces
+
+_PREVIEW = 160  # characters of prompt and response in the table
+
+
+def page(dumps: Sequence[RolloutDump], tokenizer: Decoder | None, *, reward_key: str | None = None) -> str:
+    """HTML of all samples in `dumps`. Without `tokenizer` a response is one piece of text without colours.
+
+    `reward_key` names the entry to sort by where rewards are dicts. Raises ValueError where it is missing in one.
+    """
+    import jinja2
+
+    samples = [(_rollout_name(dump), sample) for dump in dumps for sample in dump.samples]
+    names = [f"{rollout}/{sample.index}" for rollout, sample in samples]
+    data = [_details(name, sample, tokenizer, reward_key) for name, (_, sample) in zip(names, samples, strict=True)]
+    rows = [_row(name, sample, reward_key) for name, (_, sample) in zip(names, samples, strict=True)]
+    files = resources.files("slimrl.observability") / "viewer_page"
+    text = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
+    titles = ", ".join(_rollout_name(dump) for dump in dumps)
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text["page.html"])
+    return template.render(
+        title=f"Rollout {titles}",
+        samples=len(samples),
+        rollouts=len(dumps),
+        metrics=_mean_metrics(dumps),
+        table=_table(rows),
+        data=json.dumps(data).replace("<", "\\u003c"),  # no text can end the script element
+        style=text["page.css"],
+        script=text["page.js"],
+    )
+
+
+def _rollout_name(dump: RolloutDump) -> str:
+    return f"eval {dump.header['rollout_id']}" if dump.header["evaluation"] else str(dump.header["rollout_id"])
+
+
+def _mean_metrics(dumps: Sequence[RolloutDump]) -> dict[str, str]:
+    """The metrics in the dumps' headers, where several hold one their mean."""
+    values: dict[str, list[float]] = {}
+    for dump in dumps:
+        for name, value in dump.header["metrics"].items():
+            values.setdefault(name, []).append(value)
+    return {name: f"{statistics.fmean(found):.4g}" for name, found in values.items()}
+
+
+def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
+    return {
+        "sample": name,
+        "group": sample.group_index,
+        "reward": None if sample.reward is None else sample.reward_value(reward_key),
+        "status": sample.status.value + (" (removed)" if sample.remove_sample else ""),
+        "prompt tokens": sample.prompt_length,
+        "response tokens": sample.response_length,
+        "mean logprob": statistics.fmean(sample.rollout_log_probs) if sample.rollout_log_probs else None,
+        "weights": ", ".join(dict.fromkeys(sample.weight_versions)),
+        "prompt": _preview(prompt_text(sample)),
+        "response": _preview(sample.response),
+    }
+
+
+def _preview(text: str) -> str:
+    """The end, where the question or the answer stands."""
+    line = " ".join(text.split())
+    return line if len(line) <= _PREVIEW else f"…{line[-_PREVIEW:]}"
+
+
+def prompt_text(sample: Sample) -> str:
+    """The prompt, a conversation as one paragraph per message."""
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return "\n".join(f"[{message.get('role')}] {message.get('content')}" for message in sample.prompt)
+
+
+def _details(name: str, sample: Sample, tokenizer: Decoder | None, reward_key: str | None) -> dict[str, Any]:
+    facts = {
+        "group": sample.group_index,
+        "status": sample.status.value,
+        "reward": sample.reward if reward_key is None else json.dumps(sample.reward),
+        "label": sample.label,
+        "tokens": f"{sample.prompt_length} + {sample.response_length}",
+        "weight versions": ", ".join(dict.fromkeys(sample.weight_versions)),
+        "session": sample.session_id,
+        "metadata": json.dumps(sample.metadata, ensure_ascii=False) if sample.metadata else None,
+    }
+    return {
+        "name": name,
+        "facts": {key: str(value) for key, value in facts.items() if value not in (None, "")},
+        "prompt": prompt_text(sample),
+        "response": _pieces(sample, tokenizer),
+    }
+
+
+def _pieces(sample: Sample, tokenizer: Decoder | None) -> list[tuple[str, list[float], bool]]:
+    """(text, log-probabilities, whether it is trained on) of the response's pieces."""
+    tokens = sample.tokens[sample.prompt_length :]
+    if tokenizer is None or not tokens:
+        return [(sample.response, [], True)]
+    log_probs = sample.rollout_log_probs or []
+    mask = sample.loss_mask or [1] * len(tokens)
+    pieces, start = [], 0
+    for text, count in token_pieces(tokenizer, tokens):
+        end = start + count
+        pieces.append((text, [round(value, 4) for value in log_probs[start:end]], any(mask[start:end])))
+        start = end
+    return pieces
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    import itables
+    import itables.options
+    import pandas
+    from itables.javascript import generate_init_offline_itables_html
+
+    table = itables.to_html_datatable(
+        pandas.DataFrame(rows),
+        connected=False,
+        table_id="rollouts",
+        showIndex=False,
+        maxBytes=0,  # every sample, however many
+        classes="display compact",
+        layout={"topStart": "search", "topEnd": "pageLength", "bottomStart": "info", "bottomEnd": "paging"},
+        lengthMenu=[25, 100, 1000],
+        style="width:100%",
+    )
+    return generate_init_offline_itables_html(itables.options.dt_bundle) + table

@@ -1,0 +1,133 @@
+"""Rollout dumps as a web page: what it holds, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.observability.dump import RolloutDump, save_rollout
+from slimrl.observability.token_text import token_pieces
+from slimrl.observability.viewer import page
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "4 é😀 </script><script>document.title='taken over'</script>"
+
+
+class Bytes:
+    """One token per byte: the hardest case for text token by token."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def sample(index: int, response: str, reward: float) -> Sample:
+    prompt, tokens = b"2+2=", list(response.encode())
+    return Sample(
+        prompt=[{"role": "user", "content": prompt.decode()}],
+        group_index=index // 2,
+        index=index,
+        tokens=[*prompt, *tokens],
+        response=response,
+        response_length=len(tokens),
+        loss_mask=[1] * (len(tokens) - 1) + [0],
+        rollout_log_probs=[math.log(0.5)] * len(tokens),
+        weight_versions=["3", "4"],
+        reward=reward,
+        status=SampleStatus.TRUNCATED if index else SampleStatus.COMPLETED,
+    )
+
+
+def dump(rollout_id: int = 7, metric: float = 0.5) -> RolloutDump:
+    samples = [sample(0, HOSTILE, 1.0), sample(1, "five", 0.0)]
+    return RolloutDump({"rollout_id": rollout_id, "evaluation": False, "metrics": {"raw_reward": metric}}, samples)
+
+
+def data_of(text: str) -> list[dict]:
+    """The samples in the page, as its script reads them."""
+
+    class Reader(html.parser.HTMLParser):
+        inside, found = False, ""
+
+        def handle_starttag(self, tag, attrs):
+            self.inside = tag == "script" and dict(attrs).get("id") == "samples"
+
+        def handle_data(self, data):
+            self.found += data if self.inside else ""
+
+    reader = Reader()
+    reader.feed(text)
+    return json.loads(reader.found)
+
+
+def test_pieces_end_where_a_character_ends():
+    assert list(token_pieces(Bytes(), list("aé😀".encode()))) == [("a", 1), ("é", 2), ("😀", 4)]
+
+
+def test_bytes_that_are_no_character_are_shown_and_counted():
+    mark = "\N{REPLACEMENT CHARACTER}"
+    assert list(token_pieces(Bytes(), [0x80] * 6 + [0x41])) == [(mark * 4, 4), (mark * 2 + "A", 3)]
+
+
+def test_every_piece_has_its_tokens_log_probabilities_and_says_whether_it_was_trained_on():
+    hostile, five = data_of(page([dump()], Bytes()))
+    assert "".join(text for text, _, _ in hostile["response"]) == HOSTILE
+    assert hostile["response"][3] == ["😀", [-0.6931] * 4, True]
+    assert [trained for _, _, trained in five["response"]] == [True, True, True, False]
+    assert five["facts"]["weight versions"] == "3, 4"
+    assert five["facts"]["status"] == "truncated"
+
+
+def test_without_a_tokenizer_a_response_is_one_text():
+    hostile, _ = data_of(page([dump()], None))
+    assert hostile["response"] == [[HOSTILE, [], True]]
+
+
+def test_several_rollouts_have_samples_of_their_own_and_their_mean_metrics():
+    text = page([dump(7, 0.5), dump(8, 0.25)], None)
+    assert [entry["name"] for entry in data_of(text)] == ["7/0", "7/1", "8/0", "8/1"]
+    assert "<dt>raw_reward</dt><dd>0.375</dd>" in text
+
+
+def test_the_page_asks_for_nothing_from_the_network():
+    assert not re.search(r"<(script|link|img)[^>]*\s(src|href)=[\"']?https?:", page([dump()], None))
+
+
+def test_the_tool_never_replaces_a_page_unasked(tmp_path):
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 7, dump().samples)
+    path.with_suffix(".html").write_text("mine")
+    command = [sys.executable, str(ROOT / "tools/show_rollouts.py"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2 and "7.html exists already: choose another file, or add --force" in done.stderr
+    assert path.with_suffix(".html").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_real_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("there is no Chromium on this machine")
+    path = tmp_path / "rollout.html"
+    path.write_text(page([dump()], Bytes()), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    options += ["--virtual-time-budget=5000", "--dump-dom", f"{path.as_uri()}#7%2F0"]
+    done = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120)
+    shown = done.stdout
+    assert "<title>Rollout 7</title>" in shown  # the response's script did not run
+    assert re.search(r'<h2 id="sample-title">Sample 7/0</h2>', shown)
+    assert "Showing 1 to 2 of 2 entries" in shown
+    # of at most 0.75 red at probability 0.01: 0.75 * ln 2 / ln 100 = 0.1129 at 0.5, of the rounded -0.6931 likewise
+    first = re.search(
+        r'<pre id="response"><span title="([^"]*)" style="background-color: rgba\(([^)]*)\);">4</span>', shown
+    )
+    assert first is not None
+    assert first[1] == "log-probability -0.6931, probability 0.5000"
+    assert [float(part) for part in first[2].split(",")] == pytest.approx([220, 38, 38, 0.1129], abs=0.003)
