@@ -18,8 +18,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from slimrl.megatron.zigzag import pack_order
+from slimrl.megatron.sequences import PackedSequences, with_lengths
+
+# Where keys outnumber the queries, a mask is needed: [this many queries, keys] at a time.
+MASKED_ROWS = 512
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -67,29 +71,47 @@ class PackedCoreAttention(torch.nn.Module):
         if packed_seq_params is None:
             heads = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return heads.permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.cu_seqlens_q.diff()
         if self.context_group is None:
-            pieces = zip(*(x.split(lengths.tolist()) for x in (query, key, value)), strict=True)
+            sequences = with_lengths(packed_seq_params, 1)
+            pieces = zip(*(x.split(sequences.lengths) for x in (query, key, value)), strict=True)
             attended = [self._attend_one(*piece) for piece in pieces]
         else:
-            attended = self._attend_across_ranks(query, key, value, lengths.long())
+            sequences = with_lengths(packed_seq_params, self.context_group.size())
+            attended = self._attend_across_ranks(query, key, value, sequences)
         return torch.cat(attended).flatten(1)
 
-    def _attend_across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> list[Tensor]:
+    def _attend_across_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> list[Tensor]:
         """Each rank's queries against the keys of all ranks; every sequence has two pieces of queries here."""
         rank, ranks = self.context_group.rank(), self.context_group.size()
         channels = [key.shape[-1], value.shape[-1]]
         rows = _GatheredRows.apply(torch.cat([key, value], dim=-1), self.context_group)
-        keys, values = rows.index_select(0, pack_order(lengths, ranks)).split(channels, dim=-1)
+        keys, values = rows.index_select(0, sequences.order).split(channels, dim=-1)
         attended, start = [], 0
-        for length in lengths.tolist():
+        for length in sequences.lengths:
             piece = length // (2 * ranks)
             for half, number in enumerate((rank, 2 * ranks - 1 - rank)):
                 first = start // ranks + half * piece
                 seen = slice(start, start + (number + 1) * piece)
-                attended.append(self._attend_one(query[first : first + piece], keys[seen], values[seen]))
+                attended += self._attend_last(query[first : first + piece], keys[seen], values[seen])
             start += length
         return attended
+
+    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """The last queries of a sequence, all keys: in blocks, computed again on the way back instead of kept.
+
+        So that memory grows with the length of a sequence and not with its square: a kept mask is as large as both.
+        """
+        before = key.shape[0] - query.shape[0]
+        if query.shape[0] <= MASKED_ROWS or before == 0:
+            return [self._attend_one(query, key, value)]
+        blocks = []
+        for start in range(0, query.shape[0], MASKED_ROWS):
+            rows = query[start : start + MASKED_ROWS]
+            seen = before + start + rows.shape[0]
+            blocks.append(checkpoint(self._attend_one, rows, key[:seen], value[:seen], use_reentrant=False))
+        return blocks
 
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One sequence, [length, heads, d] each; where there are more keys than queries, these are its last ones."""
@@ -97,12 +119,15 @@ class PackedCoreAttention(torch.nn.Module):
         return heads.squeeze(0).transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[batch, heads, length, d] each."""
-        queries, keys = query.shape[2], key.shape[2]
+        """[batch, heads, length, d] each; values may have another width, as those of latent attention."""
+        queries, keys, wanted = query.shape[2], key.shape[2], value.shape[3]
+        # Zeros change nothing, and for equal widths torch need not write out [queries, keys] scores.
+        width = max(query.shape[3], wanted)
+        query, key, value = (F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
         mask = None
         if queries != keys:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        return F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -112,6 +137,7 @@ class PackedCoreAttention(torch.nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        return attended[..., :wanted]
 
 
 class _GatheredRows(torch.autograd.Function):

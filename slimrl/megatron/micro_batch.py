@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slimrl.data.batch import RolloutBatch
 from slimrl.data.packing import sequence_multiple
+from slimrl.megatron.sequences import PackedSequences, packed_sequences
 from slimrl.megatron.zigzag import held_rows, ranges
 
 
@@ -29,7 +29,7 @@ class MicroBatch:
 
     tokens: Tensor  # int64 [1, padded tokens / context-parallel ranks]
     padding: Tensor  # bool like tokens: which of them are padding
-    sequences: PackedSeqParams  # where each sequence starts in the whole pack, on the model's device
+    sequences: PackedSequences  # where each sequence starts in the whole pack
     logit_rows: Tensor  # int64 [own response tokens]: the row of logits that predicts each
     targets: Tensor  # int64 [own response tokens]: their ids
     own: Tensor  # int64 [own response tokens]: which of the micro-batch's response tokens they are
@@ -72,18 +72,10 @@ def pack_micro_batch(
     logit_rows = place[positions - 1]
     own = (logit_rows >= 0).nonzero().squeeze(1)
 
-    boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
-    longest = int(lengths.max())
     return MicroBatch(
         tokens=tokens[held].unsqueeze(0).to(device),
         padding=padded[held].unsqueeze(0).to(device),
-        sequences=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=boundaries,
-            cu_seqlens_kv=boundaries,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        sequences=packed_sequences(lengths, context_size, device),
         logit_rows=logit_rows[own].to(device),
         targets=tokens[positions[own]].to(device),
         own=own.to(device),

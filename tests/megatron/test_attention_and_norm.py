@@ -61,6 +61,15 @@ def test_packed_sequences_do_not_see_each_other(attention: torch.nn.Module, leng
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-6)
 
 
+def test_lengths_known_to_the_host_are_not_asked_of_the_device(attention: torch.nn.Module):
+    from slimrl.megatron.sequences import packed_sequences
+
+    nowhere = torch.device("meta")  # has no values: whoever asks for one fails
+    sequences = packed_sequences(torch.tensor([4, 1, 6]), 1, nowhere)
+    query, key = (torch.empty(TOKENS, heads, CHANNELS, device=nowhere) for heads in (HEADS, GROUPS))
+    assert attention(query, key, key, None, packed_seq_params=sequences).shape == (TOKENS, HEADS * CHANNELS)
+
+
 def test_padded_batches_give_the_same_for_each_sequence(attention: torch.nn.Module):
     query, key, value = draw(5, 2, HEADS, CHANNELS), draw(5, 2, GROUPS, CHANNELS), draw(5, 2, GROUPS, CHANNELS)
     actual = attention(query, key, value, None)
