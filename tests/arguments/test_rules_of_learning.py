@@ -153,17 +153,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "recomputation_is_complete": (
-        ["--recompute-method block --recompute-num-layers 36"],
-        [
-            (
-                "--recompute-granularity selective",
-                "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: add it, or leave"
-                " them out.",
-            ),
-            ("--recompute-num-layers 37", "--recompute-num-layers 37 is more than --num-layers 36: lower it."),
-        ],
-    ),
     "lengths_fit_the_context": (
         ["--rollout-max-context-len 100", "--rollout-max-context-len 100 --rollout-max-prompt-len 99"],
         [

@@ -20,9 +20,11 @@ from slimrl.arguments.rules import (
     paths,
     pipeline,
     precision,
+    recompute,
     required,
     rewards,
     served,
+    sharding,
 )
 from slimrl.arguments.rules.context import Context, Rule
 
@@ -81,6 +83,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     precision.few_bits_have_their_kernels,
     precision.formats_have_their_settings,
     precision.optimizer_state_has_a_holder,
+    sharding.sharding_has_its_switch,
+    sharding.sharding_fits_the_run,
     precision.skipped_steps_are_bounded_where_they_are_skipped,
     layout.async_is_split,
     layout.worker_environment_is_text,
@@ -103,7 +107,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.off_policy_corrections_are_consistent,
     algorithm.supervised_training_is_consistent,
     algorithm.schedule_is_complete,
-    algorithm.recomputation_is_complete,
+    recompute.recomputation_is_complete,
+    recompute.recomputed_units_fill_the_stages,
+    recompute.recomputed_modules_are_there,
+    recompute.saved_activations_have_slots,
     freezing.trained_weights_have_one_list,
     evaluation.evaluation_has_data,
     evaluation.evaluation_sets_are_judged,

@@ -113,28 +113,6 @@ def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]
             yield Problem(flag, f"{flag} {vars(args)[name]} belongs to {needed}: add it, or leave {flag} out.")
 
 
-def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Full recomputation says which layers; selective recomputation does not."""
-    method, layers = args.recompute_method, args.recompute_num_layers
-    if args.recompute_granularity == "full" and (method is None or layers is None):
-        yield Problem(
-            "--recompute-granularity",
-            "--recompute-granularity full needs --recompute-method and --recompute-num-layers, for example uniform"
-            " and 1.",
-        )
-    if args.recompute_granularity != "full" and (method is not None or layers is not None):
-        yield Problem(
-            "--recompute-method",
-            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: add it, or leave"
-            " them out.",
-        )
-    if layers is not None and args.num_layers is not None and layers > args.num_layers:
-        yield Problem(
-            "--recompute-num-layers",
-            f"--recompute-num-layers {layers} is more than --num-layers {args.num_layers}: lower it.",
-        )
-
-
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
     """REINFORCE++ is defined with whitened advantages; a discount belongs to it alone."""
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
