@@ -65,12 +65,18 @@ class TwoInTurn:
     """Two buffers used in turn, so that one can be packed while the other is still being read."""
 
     def __init__(self, first: BufferSource, second: BufferSource) -> None:
-        self._next, self._last = first, second
+        self._pair = (first, second)
+        self._taken = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """See `BufferSource.take`."""
-        self._next, self._last = self._last, self._next
-        return self._last.take(num_bytes)
+        buffer = self._pair[self._taken % 2]
+        self._taken += 1
+        return buffer.take(num_bytes)
+
+    def rewind(self) -> None:
+        """Begins with the first again, so that the same buckets meet the same buffer: not both must be the largest."""
+        self._taken = 0
 
 
 def iter_buckets(

@@ -8,13 +8,16 @@ held anywhere. Called by the weight updater and by whoever saves Hugging Face fi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slimrl.weights.buckets import ReusedBuffer
 from slimrl.weights.families import Family, Row
+from slimrl.weights.families.table import Layout
 from slimrl.weights.layout import from_shards, local_shape
 from slimrl.weights.megatron_names import find, global_tensors
 from slimrl.weights.names import listed
@@ -55,6 +58,7 @@ def iter_hf_tensors(
     rows = [(row, find(row, places)) for row in family.rows(shape)]
     _check_complete(rows, places, shape, family)
     device = next(iter(tensors.values())).device
+    gathered, parts = ReusedBuffer(device), _RowMemory(device)
     for row, name in rows:
         group = tp_group if row.expert is None else etp_group
         size = group.size() if group is not None and row.shard_dim is not None else 1
@@ -63,7 +67,11 @@ def iter_hf_tensors(
             local = torch.empty(local_shape(row, shape, size=size), dtype=places[name].dtype, device=device)
         local = local.detach()
         _bring(local, places[name], pp_group, ep_group)
-        for part, tensor in zip(row.hf, from_shards(row, _gather(local, group, size), shape), strict=True):
+        shards = _gather(local, group, size, gathered)
+        if row.layout is Layout.PLAIN and row.shard_dim == 0:
+            shards = shards.flatten(0, 1).unsqueeze(0)  # they lie in memory as the whole tensor does
+        parts.begin(shards)
+        for part, tensor in zip(row.hf, from_shards(row, list(shards), shape, parts.empty), strict=True):
             yield part.name, tensor
 
 
@@ -111,13 +119,33 @@ def _bring(local: Tensor, place: _Place, pp_group: Group, ep_group: Group) -> No
         dist.broadcast(local, group=ep_group, group_src=place.expert_rank)
 
 
-def _gather(local: Tensor, group: Group, size: int) -> list[Tensor]:
-    """The tensors of all ranks of `group`, in rank order."""
+def _gather(local: Tensor, group: Group, size: int, buffer: ReusedBuffer) -> Tensor:
+    """[size, ...]: the tensors of all ranks of `group`, in rank order, in `buffer` where there are several."""
     if size == 1:
-        return [local]
-    gathered = local.new_empty(size, *local.shape)
-    dist.all_gather(list(gathered), local.contiguous(), group=group)
-    return list(gathered)
+        return local.unsqueeze(0)
+    gathered = buffer.take(size * local.nbytes).view(local.dtype).view(size, *local.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), local.contiguous(), group=group)
+    return gathered
+
+
+class _RowMemory:
+    """Memory for what the tensors of one row after another need; those of one row lie side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = ReusedBuffer(device)
+        self._row = torch.empty(0, device=device)
+        self._used = 0
+
+    def begin(self, shards: Tensor) -> None:
+        """Gives the memory to the next row, which has the elements of `shards`."""
+        self._row, self._used = shards, 0
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of any content, until the next row."""
+        if not self._used:
+            self._row = self._buffer.take(self._row.nbytes).view(self._row.dtype)
+        start, self._used = self._used, self._used + math.prod(shape)
+        return self._row[start : self._used].view(shape)
 
 
 def _all_gather_object(value: object, group: Group) -> list:

@@ -6,11 +6,15 @@ converters, so that the three cannot disagree.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
 from slimrl.weights.families.table import Layout, Row
 from slimrl.weights.shape import ModelShape
+
+Empty = Callable[[tuple[int, ...]], Tensor]
 
 
 def hf_shapes(row: Row, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
@@ -71,24 +75,25 @@ def to_shard(row: Row, parts: list[Tensor], shape: ModelShape, *, rank: int, siz
     return full if row.shard_dim is None else _slice(full, row.shard_dim, rank, size)
 
 
-def from_shards(row: Row, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
+def from_shards(row: Row, shards: list[Tensor], shape: ModelShape, empty: Empty | None = None) -> list[Tensor]:
     """The row's full HF tensors (vocabulary padding removed) from the shards of all ranks, in rank order.
 
-    The result may share memory with `shards`.
+    The result may share memory with `shards`; what cannot is made by `empty(shape)`, left out: in new memory.
     """
+    empty = empty or shards[0].new_empty
     if row.layout is Layout.QKV:
-        return _split_qkv(_join(shards, 0), shape)
+        return _split_qkv(shards, shape, empty)
     if row.layout is Layout.GATE_UP:
-        return _gate_and_up(shards)
+        return [_join(list(halves), 0, empty) for halves in _halves(shards)]
     if row.layout is Layout.PACKED_GATE_UP:
-        return [shards[0] if len(shards) == 1 else torch.cat(_gate_and_up(shards))]
-    full = shards[0] if row.shard_dim is None else _join(shards, row.shard_dim)
+        return [_join([half for halves in _halves(shards) for half in halves], 0, empty) if shards[1:] else shards[0]]
+    full = shards[0] if row.shard_dim is None else _join(shards, row.shard_dim, empty)
     return [full[: shape.vocab_size] if row.padded_vocab else full]
 
 
-def _gate_and_up(shards: list[Tensor]) -> list[Tensor]:
-    halves = [shard.chunk(2) for shard in shards]
-    return [_join([half[index] for half in halves], 0) for index in (0, 1)]
+def _halves(shards: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """The first halves of all shards, and the second."""
+    return zip(*[shard.chunk(2) for shard in shards], strict=True)
 
 
 def _slice(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
@@ -96,8 +101,12 @@ def _slice(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return full.narrow(dim, rank * length, length)
 
 
-def _join(shards: list[Tensor], dim: int) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+def _join(shards: list[Tensor], dim: int, empty: Empty) -> Tensor:
+    if len(shards) == 1:
+        return shards[0]
+    joined = list(shards[0].shape)
+    joined[dim] = sum(shard.shape[dim] for shard in shards)
+    return torch.cat(shards, dim, out=empty(tuple(joined)))
 
 
 def _vocab_shard(full: Tensor, padded_rows: int, *, rank: int, size: int) -> Tensor:
@@ -114,10 +123,14 @@ def _merge_qkv(parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) 
     return torch.cat(grouped, dim=1).reshape(-1, *rest)
 
 
-def _split_qkv(merged: Tensor, shape: ModelShape) -> list[Tensor]:
-    """The inverse of `_merge_qkv` for a full (joined) tensor."""
-    rest = merged.shape[1:]
-    queries = shape.heads_per_group * shape.kv_channels
-    grouped = merged.view(shape.num_query_groups, -1, *rest)
-    parts = grouped.split([queries, shape.kv_channels, shape.kv_channels], dim=1)
-    return [part.reshape(-1, *rest) for part in parts]
+def _split_qkv(shards: list[Tensor], shape: ModelShape, empty: Empty) -> list[Tensor]:
+    """The inverse of `_merge_qkv` for all shards."""
+    rest = shards[0].shape[1:]
+    groups = shape.num_query_groups // len(shards)
+    lengths = [shape.heads_per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
+    parts = [empty((shape.num_query_groups * length, *rest)) for length in lengths]
+    for rank, shard in enumerate(shards):
+        grouped = shard.view(groups, -1, *rest).split(lengths, dim=1)
+        for part, own in zip(parts, grouped, strict=True):
+            _slice(part, 0, rank, len(shards)).view(own.shape).copy_(own)
+    return parts

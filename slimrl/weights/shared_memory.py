@@ -110,11 +110,12 @@ class TwoSharedInTurn:
     """Two shared buffers used in turn, so that one can be packed while receivers read the other."""
 
     def __init__(self, first: SharedBuffer, second: SharedBuffer) -> None:
-        self._next, self._last = first, second
+        self._pair = (first, second)
+        self._last = second
 
     def take(self, num_bytes: int) -> Tensor:
         """See `BufferSource.take`."""
-        self._next, self._last = self._last, self._next
+        self._last = self._pair[0] if self._last is self._pair[1] else self._pair[1]
         return self._last.take(num_bytes)
 
     def reference(self) -> Reference:
@@ -122,14 +123,15 @@ class TwoSharedInTurn:
         return self._last.reference()
 
     def release(self) -> None:
-        """See `SharedBuffer.release`."""
-        self._next.release()
-        self._last.release()
+        """See `SharedBuffer.release`; the first is next again, so that the same buckets meet the same buffer."""
+        for buffer in self._pair:
+            buffer.release()
+        self._last = self._pair[1]
 
     def close(self) -> None:
         """See `SharedBuffer.close`."""
-        self._next.close()
-        self._last.close()
+        for buffer in self._pair:
+            buffer.close()
 
 
 class CudaSharedBuffer:
@@ -157,7 +159,8 @@ class CudaSharedBuffer:
         return function, tuple(named)
 
     def release(self) -> None:
-        """See `SharedBuffer.release`: nothing is kept here, torch does it for memory that others have open."""
+        """See `SharedBuffer.release`; torch itself keeps what others have open, training can have the rest."""
+        self.close()
 
     def close(self) -> None:
         """See `SharedBuffer.close`."""

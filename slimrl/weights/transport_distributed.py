@@ -78,6 +78,7 @@ class DistributedTransport:
 
     def release(self) -> None:
         """Nothing is kept: servers with pipeline stages are not sent to in this way."""
+        self.buffer.rewind()
 
     def reset(self) -> None:
         """Leaves the group after a failure, with whatever is still pending on it; the next `start` opens another."""
