@@ -200,6 +200,14 @@ def _mend_expert_routing() -> None:
     dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def _mend_recomputed_norms() -> None:
+    """Recomputing a norm asks for Transformer Engine's fp8 state under names that are never defined without it."""
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    if "FP8GlobalStateManager" not in vars(random):
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+
+
 def activate() -> None:
     """Prepare every megatron-core module in use for the CPU; no effect where CUDA is available."""
     if not is_cpu():
@@ -217,6 +225,7 @@ def activate() -> None:
     sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor
     sharded_tensor.init_data.__defaults__ = (stand_in.empty,)
     _mend_expert_routing()
+    _mend_recomputed_norms()
     random = sys.modules["megatron.core.tensor_parallel.random"]
     # The original queues a call for when CUDA initialises, which never happens: the state would silently not be set.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

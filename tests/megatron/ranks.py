@@ -21,9 +21,12 @@ class StepResult:
     weights: dict[str, Tensor]  # by Hugging Face name, whole
     gradients: dict[str, Tensor]  # of the last step, clipped, by Hugging Face name
     progress: list[tuple[int, int]]  # what was reported while it trained
+    main_weights: dict[str, Tensor] | None  # the fp32 copies of bf16 weights; None where no rank has them whole
 
 
 def _model_type(args: Arguments) -> str:
+    if args.multi_latent_attention:
+        return "deepseek_v3"
     return "qwen3" if args.num_experts is None else "qwen3_moe"
 
 
@@ -43,17 +46,16 @@ def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_di
     parallel.shutdown()
 
 
-def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
-    """The trainer's whole weights (or reduced gradients) by Hugging Face name; collective."""
+def export(trainer: Any, what: str = "data") -> dict[str, Tensor]:
+    """The trainer's whole weights, "main_grad" or "main_param" of these, by Hugging Face name; collective."""
     from slimrl.weights.export import iter_hf_tensors
     from slimrl.weights.families import family_for
     from slimrl.weights.shape import ModelShape
 
     parameters = [parameter for stage in trainer.stages for parameter in stage.parameters()]
     own = [parameter.data for parameter in parameters]
-    if gradients:
-        for parameter in parameters:
-            parameter.data = parameter.main_grad.clone()
+    for parameter in parameters:
+        parameter.data = getattr(parameter, what).clone()
     parallel = trainer.parallel
     pieces = iter_hf_tensors(
         trainer.stages,
@@ -64,7 +66,9 @@ def export(trainer: Any, *, gradients: bool = False) -> dict[str, Tensor]:
         ep_group=parallel.ep_group,
         etp_group=parallel.etp_group,
     )
-    tensors = {name: tensor.clone() for name, tensor in pieces}
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in pieces}
+    if what == "main_grad":  # this buffer is exported among the weights and has none
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
     for parameter, data in zip(parameters, own, strict=True):
         parameter.data = data
     return tensors
@@ -99,7 +103,8 @@ def train_once(
     progress = []
     trainer = start(rank, world_size, init_method, args, on_progress=lambda *now: progress.append(now))
     metrics = trainer.train(0, share_of(trainer, rollout))
-    result = StepResult(metrics, export(trainer), export(trainer, gradients=True), progress)
+    main_weights = export(trainer, "main_param") if args.bf16 and not args.use_distributed_optimizer else None
+    result = StepResult(metrics, export(trainer), export(trainer, "main_grad"), progress, main_weights)
     trainer.close()
     return result if rank == 0 else metrics
 

@@ -1,11 +1,14 @@
 """Policy-gradient training written plainly: transformers, one sample at a time, autograd and torch's AdamW, float64.
 
+For a peer of training in bfloat16 the model alone computes in that.
+
 Shares no code with slimrl, so that agreement means something.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -33,6 +36,9 @@ class ReferenceSettings:
     clip_grad: float
     balance_coef: float = 0.0  # of the routers' losses, a mean over samples weighted by their tokens
     frozen: str | None = None  # regular expression of the names in transformers' model that are not trained
+    bias_rate: float = 0.0  # by how much a step moves the bias that steers the choice of experts
+    rounded: bool = False  # whether the weights are rounded to bfloat16 before anything else
+    compute_dtype: torch.dtype = torch.float64  # of weights and activations; sums over samples and Adam are float64
 
 
 @dataclasses.dataclass
@@ -75,7 +81,7 @@ def _log_probs(model: nn.Module, sample: dict[str, Tensor], temperature: float) 
     tokens, length = sample["tokens"], sample["mask"].numel()
     routed = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
     output = model(tokens[None], **routed)
-    logits = output.logits[0, -length - 1 : -1] / temperature
+    logits = output.logits[0, -length - 1 : -1].double() / temperature
     distribution = torch.distributions.Categorical(logits=logits)
     balance = sum(_balance(layer, model.config.num_experts_per_tok) for layer in output.router_logits) if routed else 0
     return distribution.log_prob(tokens[-length:]), distribution.entropy(), torch.as_tensor(balance)
@@ -91,53 +97,113 @@ def _balance(logits: Tensor, chosen: int) -> Tensor:
 
 def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: ReferenceSettings) -> ReferenceResult:
     """Train the policy on the rollout's samples, in `settings.steps` equal steps in their order."""
-    policy, samples = load_model(policy_dir), _split(batch)
-    anchor = load_model(reference_dir)
+    policy, samples = _prepare(policy_dir, settings), _split(batch)
+    masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
+    _prepare_compute(policy, settings)
+    anchor = _prepare(reference_dir, settings)
+    _prepare_compute(anchor, settings)
     with torch.no_grad():
         old = [_log_probs(policy, sample, settings.temperature)[0] for sample in samples]
         ref = [_log_probs(anchor, sample, settings.temperature)[0] for sample in samples]
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(settings.frozen is None or re.search(settings.frozen, name) is None)
-    matrices = [p for p in policy.parameters() if p.dim() > 1]
-    vectors = [p for p in policy.parameters() if p.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    adam = _adam(masters, settings)
+    load = _ExpertLoad(policy)
     result = ReferenceResult([], [], [], {}, {})
     size = len(samples) // settings.steps
     for step in range(settings.steps):
         rows = range(step * size, (step + 1) * size)
         trained = sum(float(samples[row]["mask"].sum()) for row in rows)
-        loss, clipped, balance = 0.0, 0.0, 0.0
+        total, clipped = 0.0, 0.0
         tokens = sum(samples[row]["tokens"].numel() for row in rows)
+        adam.zero_grad()
         for row in rows:
             values, was_clipped, own_balance = _token_losses(policy, samples[row], old[row], ref[row], settings)
-            balance = balance + settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
+            balance = settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
             mask = samples[row]["mask"]
             divisor = trained if settings.per_token else max(float(mask.sum()), 1.0) * size
-            loss = loss + (values * mask).sum() / divisor
+            loss = (values * mask).sum() / divisor
+            (loss + balance).backward()
+            _move_gradients(policy, masters)
+            total += loss.item()
             clipped += float((was_clipped * mask).sum() / divisor)
-        adam.zero_grad()
-        (loss + balance).backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), settings.clip_grad)
         adam.step()
-        result.losses.append(loss.item())
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                parameter.copy_(masters[name])
+        load.move_biases(settings.bias_rate)
+        result.losses.append(total)
         result.gradient_norms.append(float(norm))
         result.clip_fractions.append(clipped)
-    result.weights = _as_published({name: p.detach().clone() for name, p in policy.named_parameters()})
-    result.gradients = _as_published(
-        {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
-    )
+    result.weights = _as_published({name: p.detach() for name, p in masters.items()} | load.biases())
+    result.gradients = _as_published({name: p.grad for name, p in masters.items() if p.grad is not None})
     return result
+
+
+def _prepare(folder: Path, settings: ReferenceSettings) -> nn.Module:
+    """The model in float64, with weights that bfloat16 can hold if the settings say so."""
+    model = load_model(folder)
+    if settings.rounded:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().double()
+    return model
+
+
+def _prepare_compute(model: nn.Module, settings: ReferenceSettings) -> None:
+    for parameter in model.parameters():  # not the buffers: rotary frequencies and biases of experts stay exact
+        parameter.data = parameter.data.to(settings.compute_dtype)
+
+
+def _adam(masters: dict[str, nn.Parameter], settings: ReferenceSettings) -> torch.optim.AdamW:
+    matrices = [p for p in masters.values() if p.dim() > 1]
+    vectors = [p for p in masters.values() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def _move_gradients(policy: nn.Module, masters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in policy.named_parameters():
+        if parameter.grad is not None:
+            before = masters[name].grad
+            masters[name].grad = parameter.grad.double() + (0 if before is None else before)
+            parameter.grad = None
+
+
+class _ExpertLoad:
+    """How many tokens of a step chose each expert, in models whose choice a bias steers (arXiv:2408.15664)."""
+
+    def __init__(self, policy: nn.Module):
+        self._biases = {n: b for n, b in policy.named_buffers() if n.endswith("e_score_correction_bias")}
+        self._chosen = {name: torch.zeros(bias.numel()) for name, bias in self._biases.items()}
+        for name in self._biases:
+            experts = policy.get_submodule(name.replace("gate.e_score_correction_bias", "experts"))
+            experts.register_forward_pre_hook(functools.partial(self._count, name))
+
+    def _count(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            self._chosen[name] += torch.bincount(inputs[1].flatten(), minlength=self._chosen[name].numel())
+
+    def move_biases(self, rate: float) -> None:
+        """Towards experts that were chosen less often than the average."""
+        for name, bias in self._biases.items():
+            chosen = self._chosen[name]
+            bias.add_(rate * torch.sign(chosen.mean() - chosen))
+            chosen.zero_()
+
+    def biases(self) -> dict[str, Tensor]:
+        """As they are now, by name."""
+        return {name: bias.double() for name, bias in self._biases.items()}
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """With each expert's tensors by themselves, as checkpoints have them; transformers stacks them in memory."""
     result = {}
     for name, tensor in tensors.items():
-        prefix, experts, kind = name.rpartition("experts.")
+        prefix, experts, kind = name.rpartition(".experts.")
         if not experts:
             result[name] = tensor
             continue
@@ -145,7 +211,7 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             parts = (
                 {"gate_proj": own.chunk(2)[0], "up_proj": own.chunk(2)[1]} if kind == "gate_up_proj" else {kind: own}
             )
-            result |= {f"{prefix}experts.{number}.{part}.weight": value for part, value in parts.items()}
+            result |= {f"{prefix}.experts.{number}.{part}.weight": value for part, value in parts.items()}
     return result
 
 

@@ -21,14 +21,14 @@ def save_qwen3(folder: Path, *, seed: int, tied: bool = True, layers: int = 2) -
     return _save(Qwen3ForCausalLM(Qwen3Config(**_SHAPE, num_hidden_layers=layers, tie_word_embeddings=tied)), folder)
 
 
-def save_qwen3_moe(folder: Path, *, seed: int) -> Path:
-    """The same with two layers of four experts, two of which each token goes to; `MOE_FLAGS` describes them."""
+def save_qwen3_moe(folder: Path, *, seed: int, layers: int = 2) -> Path:
+    """The same with layers of four experts, two of which each token goes to; `MOE_FLAGS` describes them."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         **_SHAPE,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         tie_word_embeddings=True,
         num_experts=4,
         num_experts_per_tok=2,
@@ -36,6 +36,44 @@ def save_qwen3_moe(folder: Path, *, seed: int) -> Path:
         norm_topk_prob=True,
     )
     return _save(Qwen3MoeForCausalLM(config), folder)
+
+
+def save_deepseek(folder: Path, *, seed: int, layers: int = 2) -> Path:
+    """A DeepSeek-V3: latent attention; after the first layer shared and grouped experts whose choice a bias steers.
+
+    `LATENT_FLAGS` describes it.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    shape = {name: value for name, value in _SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV3Config(
+        **shape,
+        num_hidden_layers=layers,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # as large as scores differ, so that it changes choices
+                bias.copy_(0.2 * torch.randn_like(bias))
+    return _save(model, folder)
 
 
 _SHAPE: dict[str, Any] = dict(
@@ -54,6 +92,34 @@ MOE_FLAGS: dict[str, Any] = dict(
     moe_layer_freq=[1, 1],
     moe_ffn_hidden_size=32,
     moe_router_topk=2,
+    moe_router_load_balancing_type=["none"],
+    moe_aux_loss_coeff=[0.0],
+    moe_token_dispatcher_type="alltoall",
+)
+LATENT_FLAGS: dict[str, Any] = dict(
+    multi_latent_attention=True,
+    group_query_attention=False,
+    num_query_groups=None,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    rope_type="rope",
+    untie_embeddings_and_output_weights=True,
+    num_experts=8,
+    moe_layer_freq=[0, 1],
+    moe_ffn_hidden_size=32,
+    moe_shared_expert_intermediate_size=32,
+    moe_router_topk=2,
+    moe_router_num_groups=2,
+    moe_router_group_topk=1,
+    moe_router_topk_scaling_factor=1.5,
+    moe_router_score_function="sigmoid",
+    moe_router_pre_softmax=True,
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=1e-3,
+    moe_router_dtype="fp32",
     moe_router_load_balancing_type=["none"],
     moe_aux_loss_coeff=[0.0],
     moe_token_dispatcher_type="alltoall",
