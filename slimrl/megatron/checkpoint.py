@@ -20,7 +20,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slimrl.megatron import checkpoint_folder, checkpoint_io, random_state
 from slimrl.megatron.checkpoint_folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint_saver import Snapshot
-from slimrl.megatron.optimizer import finish_loading
+from slimrl.megatron.empty_parts import agree_on_step
+from slimrl.megatron.optimizer import finish_loading, step_counts
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.together import on_lead
 
@@ -75,6 +76,7 @@ def take_snapshot(
     content["rng_state"] = random_state.sharded(state.parallel)
     if with_optimizer:
         content["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=False, metadata=sharding)
+        agree_on_step(content["optimizer"], step_counts(state.optimizer))
     about = {
         "weight_version": str(rollout_id + 1),  # under which these weights are pushed
         "has_optimizer": with_optimizer,

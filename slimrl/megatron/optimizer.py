@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.megatron.config import optimizer_config
+from slimrl.megatron.empty_parts import stand_in
 
 
 def build_optimizer(args: Arguments, stages: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
@@ -28,6 +29,7 @@ def build_optimizer(args: Arguments, stages: Sequence[DistributedDataParallel]) 
     )
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)
+        stand_in(part.optimizer)
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     return optimizer

@@ -46,8 +46,11 @@ def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_di
     parallel.shutdown()
 
 
-def export(trainer: Any, what: str = "data") -> dict[str, Tensor]:
-    """The trainer's whole weights, "main_grad" or "main_param" of these, by Hugging Face name; collective."""
+def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Tensor]:
+    """The trainer's whole weights, "main_grad" or "main_param" of these, by Hugging Face name; collective.
+
+    `family` is that of the tiny models where none is given.
+    """
     from slimrl.weights.export import iter_hf_tensors
     from slimrl.weights.families import family_for
     from slimrl.weights.shape import ModelShape
@@ -60,7 +63,7 @@ def export(trainer: Any, what: str = "data") -> dict[str, Tensor]:
     pieces = iter_hf_tensors(
         trainer.stages,
         ModelShape.from_args(trainer.args),
-        family_for({"model_type": _model_type(trainer.args)}),
+        family or family_for({"model_type": _model_type(trainer.args)}),
         parallel.tp_group,
         pp_group=parallel.pp_group,
         ep_group=parallel.ep_group,
