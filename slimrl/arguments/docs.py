@@ -77,7 +77,7 @@ def _value(spec: FlagSpec) -> str:
         return ""
     if spec.choices is not None:
         return ", ".join(map(str, spec.choices)) + (" ..." if spec.many else "")
-    if spec.parse is not None:
+    if spec.parse is not None and spec.value_type is not str:
         return "integer or list expression"
     kind = {int: "integer", float: "number", str: "text", dict: "JSON"}[spec.value_type]
     return " ".join([kind + (" ..." if spec.many else ""), *_limits(spec.bounds)])

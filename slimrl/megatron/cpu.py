@@ -28,6 +28,7 @@ _LAZY_MODULES = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.common",
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
@@ -49,6 +50,7 @@ _CUDA_METHOD_CALLERS = (
     ("megatron.core.optimizer.optimizer", "MegatronOptimizer.restore_from_cpu", "cpu"),
     ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_gather_rounds", "cpu"),
     ("megatron.core.dist_checkpointing.exchange_utils", "exchange_loaded_tensors_broadcast", "cpu"),
+    ("megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor", "validate_uneven_dtensor", "cpu"),
 )
 
 
@@ -159,6 +161,18 @@ def _accept_cpu_tensor_types() -> None:
                 function.__code__ = _replace_in_code(function.__code__, constants, {})
 
 
+def _mend_sharding() -> None:
+    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and asks whether a module is one of
+    Transformer Engine's, which are no classes where that is not installed."""
+    for module in _megatron_modules():
+        if module.__name__.startswith("megatron.core.distributed.fsdp"):
+            for function in _functions(module):
+                function.__code__ = _replace_in_code(function.__code__, {"cuda": "cpu", "cuda:": ""}, {})
+    adapter = sys.modules["megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
+    if not isinstance(adapter.TELinear, type):
+        adapter.TELinear = type("NoLinear", (), {})
+
+
 def _stay_on_cpu_in_cuda_calls() -> None:
     """Read `tensor.cuda()` as a method that leaves the tensor where it is."""
     for module_name, qualified_name, method in _CUDA_METHOD_CALLERS:
@@ -220,6 +234,7 @@ def activate() -> None:
             module.torch = stand_in
     _unwrap_compiled_functions()
     _accept_cpu_tensor_types()
+    _mend_sharding()
     _stay_on_cpu_in_cuda_calls()
     # A default argument is bound when the module is read, before its `torch` is exchanged.
     sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor

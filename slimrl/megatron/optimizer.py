@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from slimrl.arguments import Arguments
+from slimrl.megatron import fsdp
 from slimrl.megatron.config import optimizer_config
 from slimrl.megatron.empty_parts import stand_in
 
 
-def build_optimizer(args: Arguments, stages: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOptimizer:
     """The optimizer over the parameters of this rank's `stages`; biases and norms are exempt from weight decay."""
     config = optimizer_config(args)
     optimizer = get_megatron_optimizer(
@@ -30,7 +30,9 @@ def build_optimizer(args: Arguments, stages: Sequence[DistributedDataParallel]) 
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)
         stand_in(part.optimizer)
-        if isinstance(part, DistributedOptimizer):
+        if args.use_megatron_fsdp:
+            fsdp.save_like_the_distributed_optimizer(part)
+        elif isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     return optimizer
 

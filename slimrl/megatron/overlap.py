@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core.distributed import DistributedDataParallel
 
+from slimrl.megatron import fsdp
 
-def connect(stages: Sequence[DistributedDataParallel]) -> None:
+
+def connect(stages: Sequence[fsdp.Stage]) -> None:
     """Tell the schedule, through the model's configuration, how to begin and to put off communication."""
     first = stages[0]
     if first.ddp_config.overlap_grad_reduce:
         # Without it every micro-batch would reduce the gradients anew.
         no_sync = [stage.no_sync for stage in stages]
         first.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
-    if first.use_forward_hook:
+    if isinstance(first, DistributedDataParallel) and first.use_forward_hook:
         if first.ddp_config.align_param_gather:
             first.config.param_sync_func = [stage.start_param_sync for stage in stages]
         for stage in stages:
@@ -27,14 +29,15 @@ def connect(stages: Sequence[DistributedDataParallel]) -> None:
 
 
 @contextlib.contextmanager
-def weights_gathered_late(stages: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def weights_gathered_late(stages: Sequence[fsdp.Stage]) -> Iterator[None]:
     """Within the block a forward pass gathers the weights that the last optimizer step left spread over ranks.
 
-    With --overlap-param-gather; afterwards they are whole.
+    With --overlap-param-gather, and with --use-megatron-fsdp; afterwards they are whole.
     """
-    late = [stage for stage in stages if stage.use_forward_hook]
+    late = [stage for stage in stages if isinstance(stage, DistributedDataParallel) and stage.use_forward_hook]
     for stage in late:
         stage.enable_forward_pre_hook()
     yield
     for stage in late:
         stage.disable_forward_pre_hook(param_sync=True)
+    fsdp.gather(stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -19,6 +19,18 @@ class ReferenceWeights:
         self._reference = [_host_buffer(tensor) for tensor in self._tensors]
         self._own = [_host_buffer(tensor) for tensor in self._tensors]
         self._save(self._reference)
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> ReferenceWeights:
+        """Reference values in host memory, each with the tensor in whose place it is to be computed with."""
+        made = cls(())
+        made._tensors, made._reference = map(list, zip(*pairs, strict=True))
+        made._own = [_host_buffer(tensor) for tensor in made._tensors]
+        return made
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor of the model, with its reference value in host memory."""
+        return list(zip(self._tensors, self._reference, strict=True))
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -10,11 +10,57 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
 
-THEMES = ("required", "served", "paths", "checkpoints", "layout", "batches")
+THEMES = ("required", "served", "paths", "checkpoints", "layout", "batches", "sharding")
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 
 # rule -> (what passes when appended to the recipe, what does not and the sentence for it)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "sharding_has_its_switch": (
+        ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --fsdp-double-buffer"],
+        [
+            (
+                "--data-parallel-sharding-strategy optim",
+                "--data-parallel-sharding-strategy belongs to --use-megatron-fsdp: add it, or leave"
+                " --data-parallel-sharding-strategy out.",
+            ),
+            (
+                "--suggested-communication-unit-size 1000",
+                "--suggested-communication-unit-size belongs to --use-megatron-fsdp: add it, or leave"
+                " --suggested-communication-unit-size out.",
+            ),
+            (
+                "--use-megatron-fsdp",
+                "--use-megatron-fsdp with --data-parallel-sharding-strategy no_shard shares nothing out: give optim,"
+                " optim_grads or optim_grads_params, or leave --use-megatron-fsdp out.",
+            ),
+        ],
+    ),
+    "sharding_fits_the_run": (
+        [f"{FSDP} optim --tensor-model-parallel-size 4", f"{FSDP} optim_grads_params --context-parallel-size 2"],
+        [
+            (
+                f"{FSDP} optim --no-use-distributed-optimizer",
+                "--use-megatron-fsdp shares out the optimizer's state in any case: leave --no-use-distributed-optimizer"
+                " out.",
+            ),
+            (
+                f"{FSDP} optim --pipeline-model-parallel-size 2",
+                "--use-megatron-fsdp knows no pipeline stages: leave --pipeline-model-parallel-size out, or"
+                " --use-megatron-fsdp.",
+            ),
+            (
+                f"{FSDP} optim --freeze-params-name-list embedding",
+                "--use-megatron-fsdp hooks into the gradient of every weight: leave --freeze-params-name-list out, or"
+                " --use-megatron-fsdp.",
+            ),
+            (
+                f"{FSDP} optim --optimizer-cpu-offload",
+                "--use-megatron-fsdp keeps its state on the device: leave --optimizer-cpu-offload out, or"
+                " --use-megatron-fsdp.",
+            ),
+        ],
+    ),
     "run_has_a_length": (["--num-epoch 2", "--num-rollout 0"], []),
     "values_are_served": (
         ["--no-offload-train --no-offload-rollout", "--pipeline-model-parallel-size 1", "--update-weight-mode full"],

@@ -6,7 +6,7 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-_FSDP = "Megatron-FSDP is not served in this version; use --use-distributed-optimizer"
+_NCCL = "it hands Megatron-FSDP's buffers to NCCL, which is not checked in this version; leave it out"
 
 
 @dataclasses.dataclass
@@ -62,32 +62,40 @@ class GradientArguments:
         "divide gradients apart from the reduction",
         only_off=True,
         off=("--no-gradient-reduce-div-fusion",),
-        not_served=_FSDP,
+        not_served="losses are divided by the number of tokens or samples of the step; leave it out",
     )
     check_for_large_grads: bool = flag(
         False,
         "stop where a gradient is much larger than before",
         not_served=("the gradient norm is in the log of each step; leave it out"),
     )
-    use_nccl_ub: bool = flag(False, "registered NCCL buffers", spellings=("--nccl-ub",), not_served=_FSDP)
-    disable_symmetric_registration: bool = flag(False, "plain registration of NCCL buffers", not_served=_FSDP)
+    use_nccl_ub: bool = flag(False, "registered NCCL buffers", spellings=("--nccl-ub",), not_served=_NCCL)
+    disable_symmetric_registration: bool = flag(False, "plain registration of NCCL buffers", not_served=_NCCL)
     use_megatron_fsdp: bool = flag(
-        False, "shard weights, gradients and state (ZeRO-3)", spellings=("--use-custom-fsdp",), not_served=_FSDP
+        False,
+        "share out what --data-parallel-sharding-strategy names over the data parallel slots (Megatron-FSDP)",
+        spellings=("--use-custom-fsdp",),
     )
     data_parallel_sharding_strategy: str = flag(
         "no_shard",
-        "what Megatron-FSDP shards",
+        "what Megatron-FSDP shards: optimizer state, gradients too, weights too (ZeRO-1, 2, 3)",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        not_served=_FSDP,
     )
     outer_dp_sharding_strategy: str = flag(
-        "no_shard", "what its outer level shards", choices=("no_shard", "optim"), not_served=_FSDP
+        "no_shard",
+        "what its outer level shards",
+        choices=("no_shard", "optim"),
+        not_served="there is one level of data parallel slots; leave it out",
     )
     suggested_communication_unit_size: int | None = flag(
-        None, "weights in one of its collectives (count)", not_served=_FSDP
+        None, "Megatron-FSDP: weights in one collective (count; two layers' or 1e9)", at_least=1
     )
     preserve_fp32_weights: bool = flag(
-        True, "FSDP keeps no fp32 weights", only_off=True, off=("--no-preserve-fp32-weights",), not_served=_FSDP
+        True,
+        "Megatron-FSDP: no fp32 copies of bf16 weights",
+        only_off=True,
+        off=("--no-preserve-fp32-weights",),
+        not_served="steps of reinforcement learning are smaller than bf16 can hold; leave it out",
     )
-    fsdp_double_buffer: bool = flag(False, "FSDP: fixed double buffers", not_served=_FSDP)
-    fsdp_manual_registration: bool = flag(False, "FSDP: register its buffers by hand", not_served=_FSDP)
+    fsdp_double_buffer: bool = flag(False, "Megatron-FSDP: gather weights into two buffers that stay")
+    fsdp_manual_registration: bool = flag(False, "FSDP: register its buffers by hand", not_served=_NCCL)

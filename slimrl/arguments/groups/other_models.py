@@ -37,7 +37,7 @@ class OtherModelArguments:
     init_model_with_meta_device: bool = flag(
         False,
         "make weights without memory first",
-        not_served="it is for Megatron-FSDP, which is not served; leave it out",
+        not_served="weights are loaded before Megatron-FSDP shares them out; leave it out",
     )
     test_mode: bool = flag(False, "megatron-core's test mode", not_served=_LOOP)
     config_logger_dir: str = flag("", "folder for megatron-core's log of configurations", not_served=_LOOP)

@@ -56,7 +56,9 @@ class PrecisionArguments:
     fp8_multi_head_attention: bool = flag(False, "the whole attention block in fp8")
     fp8_quantizer_factory: str | None = flag(None, "function that makes an fp8 quantizer", not_served=_FACTORY)
     keep_fp8_transpose_cache: bool = flag(
-        False, "FSDP: keep the transposed fp8 weights", not_served="Megatron-FSDP is not served in this version"
+        False,
+        "FSDP: keep the transposed fp8 weights",
+        not_served="Megatron-FSDP is served without --fp8-param-gather; leave it out",
     )
     tp_only_amax_red: bool = flag(False, "agree on fp8 scales over tensor parallel slots only")
     reuse_grad_buf_for_mxfp8_param_ag: bool = flag(False, "gather mxfp8 weights in the gradients' memory")
