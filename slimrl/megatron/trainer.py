@@ -35,6 +35,7 @@ from slimrl.megatron.forward import (
 from slimrl.megatron.freeze import freeze_parameters, trained_weights
 from slimrl.megatron.hf_export import ModelExporter
 from slimrl.megatron.loss import PolicyLossSettings, PolicyLossSums
+from slimrl.megatron.memory import MemoryReport
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
 from slimrl.megatron.offload import State, memory_of
@@ -91,13 +92,14 @@ class MegatronTrainer:
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
         self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
+        self._memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
         self.memory = memory_of(self._wrapped, self.optimizer, self.parallel.device)
         self._log_prob_settings = LogProbSettings(
             vocab_size=args.vocab_size,
             temperature=args.rollout_temperature,
             chunk_size=args.log_probs_chunk_size,
-            tensor_group=self.parallel.tp_group,
             keep_logits=args.keep_logits,
+            tensor_group=self.parallel.tp_group,
             context_group=self.parallel.cp_group,
         )
         self._loss_settings = PolicyLossSettings.from_args(args)
@@ -175,10 +177,11 @@ class MegatronTrainer:
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples
-                sums = self._accumulate(micro_batches, columns, divisor, advance)
+                with self._memory_report.step():
+                    sums = self._accumulate(micro_batches, columns, divisor, advance)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 step = self._step(sums, where, lambda: columns.broken_samples(batch))
-                metrics.append(step | {"samples": float(samples)})
+                metrics.append(step | {"samples": float(samples)} | self._memory_report.metrics(micro_batches))
         return metrics
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:

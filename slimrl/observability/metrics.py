@@ -38,6 +38,14 @@ TRAIN_METRICS = {
     "lr": Metric("learning rate of the optimizer step", "last"),
     "skipped": Metric("optimizer steps not taken because loss or gradient was not finite", "sum"),
     "tokens": Metric("trained tokens, over all data-parallel ranks", "sum"),
+    "memory_parameters": Metric("weights on the rank that holds most of them (bytes); with a run's first step", "max"),
+    "memory_gradients": Metric("the same of gradient buffers", "max"),
+    "memory_optimizer": Metric("the same of the optimizer's state", "max"),
+    "memory_activations": Metric("the same of activations, at their peak; on GPUs with every step", "max"),
+    "planned_memory_parameters": Metric("what --dry-run estimates for memory_parameters (bytes)", "max"),
+    "planned_memory_gradients": Metric("for memory_gradients", "max"),
+    "planned_memory_optimizer": Metric("for memory_optimizer", "max"),
+    "planned_memory_activations": Metric("for memory_activations, with micro-batches of this size", "max"),
 }
 _AVERAGED = Metric("")
 

@@ -67,14 +67,23 @@ def estimate(args: Arguments, *, slot_bytes: int | None = None, engine: EngineSe
     `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
     """
     shape = shape_of(args)
-    stages: tuple[StageMemory, ...] = ()
-    if not args.debug_rollout_only:
-        parts = stage_layers(args)
-        stages = tuple(_stage(args, shape, parts, number) for number in range(len(parts)))
+    stages = () if args.debug_rollout_only else training_memory(args)
     if args.debug_train_only or not args.rollout_num_gpus:
         return MemoryPlan(stages, None)
     settings = engine or EngineSettings.from_options(args.sglang_options)
     return MemoryPlan(stages, engine_memory(shape, settings, args.rollout_num_gpus_per_engine, slot_bytes))
+
+
+def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[StageMemory, ...]:
+    """The memory of one training slot of each pipeline stage, for the largest micro-batch that the flags allow.
+
+    `tokens` is the size of another micro-batch, in tokens of one slot.
+    """
+    shape, parts, groups = shape_of(args), stage_layers(args), groups_of(args)
+    if tokens is None:
+        tokens = largest_micro_batch(args, groups).tokens_per_slot
+    setting = _setting(args, groups, tokens)
+    return tuple(_stage(args, shape, setting, parts, number) for number in range(len(parts)))
 
 
 def parameter_bytes(args: Arguments) -> int:
@@ -82,8 +91,8 @@ def parameter_bytes(args: Arguments) -> int:
     return 2 if args.bf16 or args.fp16 else 4
 
 
-def _stage(args: Arguments, shape: Shape, parts: list[tuple[int, ...]], number: int) -> StageMemory:
-    groups, element = groups_of(args), parameter_bytes(args)
+def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[int, ...]], number: int) -> StageMemory:
+    groups, element = groups_of(args), setting.element
     first, last = number == 0, number == len(parts) - 1
     split = Split(groups.tensor, groups.expert_tensor, groups.expert)
     weights = stage_weights(shape, split, parts[number], first=first, last=last)
@@ -91,7 +100,6 @@ def _stage(args: Arguments, shape: Shape, parts: list[tuple[int, ...]], number: 
     state = _optimizer_bytes(args, groups, dense, expert)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
     held = (dense + expert) * element
-    setting = _setting(args, groups, element)
     return StageMemory(
         layers=parts[number],
         parameters=weights.total,
@@ -149,10 +157,10 @@ def _moment_bytes(args: Arguments) -> int:
     return 2 * FP32
 
 
-def _setting(args: Arguments, groups: Groups, element: int) -> Setting:
+def _setting(args: Arguments, groups: Groups, tokens: int) -> Setting:
     return Setting(
-        tokens=largest_micro_batch(args, groups).tokens_per_slot,
-        element=element,
+        tokens=tokens,
+        element=parameter_bytes(args),
         tensor=groups.tensor,
         sequence=groups.tensor if args.sequence_parallel else 1,
         expert_tensor=groups.expert_tensor,
