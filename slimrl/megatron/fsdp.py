@@ -47,6 +47,9 @@ def wrap(args: Arguments, stages: Sequence[GPTModel], device: torch.device) -> l
         # They would turn parameters into shards under the hands of whoever saves the stage.
         for module in wrapped[-1].modules():
             module._state_dict_pre_hooks.clear()
+    for shard in _shards(wrapped):
+        if shard.is_expert:  # as on the weight itself: experts have parameter groups of their own
+            shard.trained.allreduce = False
     return wrapped
 
 
@@ -174,8 +177,8 @@ def _sharded_state_dict(
             )
             for name, tensor in (("param", shard.trained), *((name, state[name]) for name in _MOMENTS))
         }
-    # weights of which this rank has no part are not stepped
-    step = max(float(state["step"]) for state in self.optimizer.state.values())
+    # weights of which this rank has no part are not stepped; the saver sees to it that all ranks agree
+    step = max((float(state["step"]) for state in self.optimizer.state.values()), default=0.0)
     parts = [
         {
             "optimizer": {"param_groups": [_without_weights(group) | {"step": step} for group in of_kind]},

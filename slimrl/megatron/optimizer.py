@@ -14,6 +14,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
 from slimrl.megatron import fsdp
@@ -50,9 +51,16 @@ def finish_loading(optimizer: MegatronOptimizer) -> None:
 
 
 def step_counts(optimizer: MegatronOptimizer) -> set[float]:
-    """The distinct step counters over all parameters: one number, unless something is wrong."""
-    states = [state for part in _torch_adam_parts(optimizer) for state in part.optimizer.state.values()]
-    return {float(state["step"]) for state in states}
+    """The distinct step counters over all parameters: one number, unless something is wrong.
+
+    Parameters of which this rank has no part are not stepped here, and do not count.
+    """
+    return {
+        float(state["step"])
+        for part in _torch_adam_parts(optimizer)
+        for parameter, state in part.optimizer.state.items()
+        if (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+    }
 
 
 def _torch_adam_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.rules.checkpoints import is_hf_model
 from slimrl.data.batch import RolloutBatch
-from slimrl.megatron import checkpoint, config, overlap, parallel
+from slimrl.megatron import checkpoint, config, fsdp, overlap, parallel
 from slimrl.megatron.advantages import token_advantages
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
 from slimrl.megatron.checkpoint_saver import CheckpointSaver
@@ -85,9 +84,11 @@ class MegatronTrainer:
         self._reference = self._load_reference()
         resumed = self._load_weights()
         freeze_parameters(args, self.stages)
-        self._wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in self.stages]
+        self._wrapped = fsdp.wrap(args, self.stages, self.parallel.device)
+        self._reference = fsdp.follow(self._reference, self._wrapped)
         overlap.connect(self._wrapped)
         self.optimizer = build_optimizer(args, self._wrapped)
+        fsdp.gather(self._wrapped)
         self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
         self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)

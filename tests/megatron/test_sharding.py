@@ -98,6 +98,11 @@ def test_megatron_fsdp_trains_as_autograd_does_and_holds_what_it_says(
     assert sum(result.held["moments"] for result in results) == pytest.approx(elements, rel=0.02)
 
 
+def told(outcome: Outcome) -> list[float]:
+    """Loss and gradient norm of each step."""
+    return [step[name] for step in outcome.metrics for name in ("loss", "grad_norm")]
+
+
 def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """|actual - expected| / |expected|, over all tensors as one vector."""
     assert actual.keys() == expected.keys()
@@ -121,12 +126,10 @@ def test_megatron_fsdp_and_the_distributed_optimizer_resume_each_others_checkpoi
     run("sharded", ZERO3, 1)
     run("spread", SPREAD, 1)
     again = run("sharded twice", ZERO3, 2, load="sharded")
-    assert again.metrics == whole.metrics[2:]
+    assert told(again) == told(whole)[4:]
     assert all(torch.equal(again.weights[name], value) for name, value in whole.weights.items())
     for saved, resumed in (("sharded", SPREAD), ("spread", ZERO3)):
         crossed = run(f"{saved} crossed", resumed, 2, load=saved)
         # sums in another order: in bfloat16 the rounding of single weights differs
         assert relative_error(crossed.weights, whole.weights) < (1e-5 if case == "bf16" else 1e-6)
-        assert [step["grad_norm"] for step in crossed.metrics] == pytest.approx(
-            [step["grad_norm"] for step in whole.metrics[2:]], rel=1e-5
-        )
+        assert told(crossed) == pytest.approx(told(whole)[4:], rel=1e-5)
