@@ -33,7 +33,7 @@ from slimrl.sglang.server import ServerProcess
 from slimrl.weights.buckets import iter_buckets
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import HfWriter
+from slimrl.weights.hf_shards import ShardWriter, TensorSpec, plan_shards
 from slimrl.weights.roles import EngineEndpoint
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.shared_memory import HostSharedBuffer, TwoSharedInTurn, serialize
@@ -194,11 +194,14 @@ def build(args: Arguments) -> tuple[nn.Module, parallel.ParallelState]:
     return model.build_model(args, state), state
 
 
-def write_folder(folder: Path, args: Arguments, tensors: Iterator[tuple[str, Tensor]]) -> Path:
-    with HfWriter(folder) as writer:
-        for name, tensor in tensors:
-            writer.add(name, tensor)
-        writer.write_text("config.json", json.dumps(hf_config(args)))
+def write_folder(folder: Path, args: Arguments, export: Callable[[], Iterator[tuple[str, Tensor]]]) -> Path:
+    """The model as a Hugging Face folder."""
+    folder.mkdir()
+    shards = plan_shards(TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in export())
+    with ShardWriter(folder, shards) as writer:
+        for name, tensor in export():
+            writer.write(name, tensor)
+    (folder / "config.json").write_text(json.dumps(hf_config(args)))
     return folder
 
 
@@ -231,7 +234,7 @@ def measure_pushes(name: str, rounds: int, bucket_bytes: int) -> None:
     built, state = build(args)
     own = int(Path("/proc/self").resolve().name)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_folder(Path(temporary) / "hf", args, iter_hf_tensors(built, shape, FAMILY))
+        folder = write_folder(Path(temporary) / "hf", args, lambda: iter_hf_tensors(built, shape, FAMILY))
         options = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "dtype": "bfloat16"}
         server = ServerProcess(folder, log_path=Path(temporary) / "log", options=options)
         try:

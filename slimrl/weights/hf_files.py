@@ -1,27 +1,23 @@
-"""Hugging Face checkpoint folders: reading tensors memory-mapped, and writing a folder that appears whole.
+"""Hugging Face checkpoint folders: the config and the tensors, memory-mapped.
 
-Reading never copies a file into memory, nor keeps much of it mapped; writing goes to a temporary folder beside the
-target, which is renamed only when every tensor is in it. Called by the loader, the converters (reading) and the
-disk transport (writing).
+Reading never copies a file into memory, nor keeps much of it mapped; writing is the business of
+`slimrl.weights.hf_shards`. Called by the loader and the converters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slimrl.weights.fp8_blocks import SCALE_SUFFIX, block_size, dequantised
-from slimrl.weights.hf_shards import DTYPES, INDEX_NAME, MAX_SHARD_BYTES, SINGLE_NAME
+from slimrl.weights.hf_shards import DTYPES, INDEX_NAME, SINGLE_NAME
 
 _REMAP_BYTES = 16 * 1024**2  # after so many bytes a file is mapped anew, which lets go of the pages read so far
 
@@ -155,84 +151,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map: copy or download it again")
     return weight_map
-
-
-class HfWriter:
-    """Writes tensors into a new folder, in files of at most `max_shard_bytes`, with an index where there are several.
-
-    `close` puts the folder in place; leaving the `with` block by an exception removes everything again.
-    """
-
-    def __init__(self, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, replace: bool = False) -> None:
-        self.folder = Path(folder)
-        if self.folder.exists() and not replace:
-            raise FileExistsError(f"{self.folder} exists already: choose another folder or remove it")
-        self._partial = self.folder.with_name(f".{self.folder.name}.partial")
-        self._max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._shard_names: list[list[str]] = []
-        shutil.rmtree(self._partial, ignore_errors=True)  # what an earlier, killed run left
-        self._partial.mkdir(parents=True)
-
-    def __enter__(self) -> HfWriter:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        if exc_type is None:
-            self.close()
-        else:
-            shutil.rmtree(self._partial, ignore_errors=True)
-
-    @property
-    def names(self) -> set[str]:
-        """The name of every tensor written so far."""
-        return {name for names in self._shard_names for name in names} | set(self._pending)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a copy of one tensor. Raises ValueError where the name was added before."""
-        if name in self.names:
-            raise ValueError(f"{self.folder}: {name} would be written twice: the table of weights names it twice")
-        # a copy of its own: the caller reuses buffers, and safetensors refuses tensors that share memory
-        own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-        if self._pending and self._pending_bytes + own.nbytes > self._max_shard_bytes:
-            self._flush()
-        self._pending[name] = own
-        self._pending_bytes += own.nbytes
-        self._total_bytes += own.nbytes
-
-    def copy_files(self, files: Iterable[Path]) -> None:
-        """Copies further files (tokenizer, config) into the folder."""
-        for file in files:
-            shutil.copyfile(file, self._partial / file.name)
-
-    def write_text(self, name: str, text: str) -> None:
-        """Writes a further text file into the folder."""
-        (self._partial / name).write_text(text, encoding="utf-8")
-
-    def close(self) -> None:
-        """Writes what is pending and the index, then renames the folder to its final name."""
-        self._flush()
-        shards = len(self._shard_names)
-        weight_map = {}
-        for number, names in enumerate(self._shard_names, start=1):
-            final = SINGLE_NAME if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
-            self._shard_path(number).rename(self._partial / final)
-            weight_map |= dict.fromkeys(names, final)
-        if shards > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            self.write_text(INDEX_NAME, json.dumps(index, indent=2) + "\n")
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self._partial.rename(self.folder)
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._shard_names.append(list(self._pending))
-            save_file(self._pending, self._shard_path(len(self._shard_names)), metadata={"format": "pt"})
-            self._pending = {}
-            self._pending_bytes = 0
-
-    def _shard_path(self, number: int) -> Path:
-        return self._partial / f"shard-{number:05d}.safetensors"

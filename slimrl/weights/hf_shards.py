@@ -2,7 +2,8 @@
 
 Promises files like those of safetensors' own `save_file`, with no tensor kept in memory: the order of writing is
 free, threads and processes may write different tensors, and a tensor may come in several runs of rows. The format:
-8 bytes length of the header, the header as JSON, the tensors' bytes. Called by the converter to Hugging Face.
+8 bytes length of the header, the header as JSON, the tensors' bytes. Called by the converter to Hugging Face and the
+transport by files.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_BY
         filled += spec.nbytes
     count = len(groups)
     names = [SINGLE_NAME] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    return [_lay_out(name, group) for name, group in zip(names, groups, strict=True)]
+    return [shard_of(name, group) for name, group in zip(names, groups, strict=True)]
 
 
 def index_text(shards: Sequence[Shard]) -> str:
@@ -90,7 +91,8 @@ def index_text(shards: Sequence[Shard]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _lay_out(file: str, specs: Iterable[TensorSpec]) -> Shard:
+def shard_of(file: str, specs: Iterable[TensorSpec]) -> Shard:
+    """The file that holds `specs`."""
     # wide dtypes first, so that every tensor lies at a multiple of its element's size
     ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

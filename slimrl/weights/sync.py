@@ -190,7 +190,7 @@ class WeightUpdater:
         check_without_stages(engines)
         servers, sizes = _connect(engines, timeout_s)
         leads = source.parallel.rank == LEAD
-        transports = [DiskTransport(servers, folder, source.parallel.device, bucket_bytes)] if leads else []
+        transports = [DiskTransport(servers, folder, source.parallel.device)] if leads else []
         return cls(source, servers, sizes, transports, {LEAD}, bucket_bytes)
 
     @classmethod

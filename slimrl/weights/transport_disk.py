@@ -15,51 +15,55 @@ from pathlib import Path
 import torch
 
 from slimrl.weights.buckets import Bucket, ReusedBuffer
-from slimrl.weights.hf_files import HfWriter
+from slimrl.weights.hf_shards import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
 from slimrl.weights.servers import ServerControl, on_all
 
 
 class DiskTransport:
-    """Collects buckets into `<folder>/slimrl-<machine>-<process>-<random>/weights` and has the servers load it."""
+    """Writes buckets into `<folder>/slimrl-<machine>-<process>-<random>/weights`, a file each, for servers to load."""
 
-    def __init__(self, servers: list[ServerControl], folder: Path, device: torch.device, bucket_bytes: int) -> None:
-        """`bucket_bytes` is also the size of the files: what is not yet written is held in host memory."""
+    def __init__(self, servers: list[ServerControl], folder: Path, device: torch.device) -> None:
         self.buffer = ReusedBuffer(device)
         self._servers = servers
         # the name says whose folder it is, to whoever finds one that a killed run left
         self._own = Path(folder) / f"slimrl-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._bucket_bytes = bucket_bytes
-        self._writer: HfWriter | None = None
+        self._written: list[Shard] = []
 
     def start(self, bucket: Bucket) -> None:
-        """Adds a bucket; with the last one returns once every server has loaded the folder.
+        """Writes a bucket; with the last one returns once every server has loaded the folder.
 
         Raises WeightSyncError naming a server that did not, OSError where the folder cannot be written.
         """
-        if self._writer is None:
-            self._writer = HfWriter(self._own / "weights", max_shard_bytes=self._bucket_bytes)
-        for name, tensor in bucket.tensors():
-            self._writer.add(name, tensor)
+        folder = self._own / "weights"
+        folder.mkdir(parents=True, exist_ok=True)
+        shard = shard_of(
+            f"model-{len(self._written) + 1:05d}.safetensors",
+            [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in bucket.entries],
+        )
+        self._written.append(shard)
+        with ShardWriter(folder, [shard]) as writer:
+            for name, tensor in bucket.tensors():
+                writer.write(name, tensor.cpu())
         if not bucket.last:
             return
-        self._writer.close()
-        target, self._writer = self._writer.folder, None
+        (folder / INDEX_NAME).write_text(index_text(self._written), encoding="utf-8")
         on_all(
             self._servers,
-            lambda server: server.update_weights_from_disk(str(target), weight_version=None, flush_cache=False),
-            f"loading weights from {target}",
+            lambda server: server.update_weights_from_disk(str(folder), weight_version=None, flush_cache=False),
+            f"loading weights from {folder}",
         )
-        shutil.rmtree(target)
+        shutil.rmtree(folder)
+        self._written = []
 
     def finish(self) -> None:
-        """Nothing is under way: `start` returns when the bucket is copied."""
+        """Nothing is under way: `start` returns when the bucket is written."""
 
     def release(self) -> None:
         """Nothing is kept: servers with pipeline stages are not sent to in this way."""
 
     def reset(self) -> None:
         """Removes the files of a push that failed."""
-        self._writer = None
+        self._written = []
         shutil.rmtree(self._own, ignore_errors=True)
 
     def close(self) -> None:

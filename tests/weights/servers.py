@@ -10,20 +10,32 @@ import torch
 from torch import Tensor
 
 from slimrl.weights.checksums import host_checksum
+from slimrl.weights.hf_files import HfCheckpoint
 
 
 class RecordingServer:
     """Keeps the tensors it is given, and what was called in which order.
 
-    `fails_at` makes it refuse that update (counted from 0), `reports` makes it claim another version.
+    It refuses update number `fails_at` (counted from 0 in each attempt) in the first `failures` attempts, with `error`,
+    and is gone from then on where `gone` is an error. `reports` makes it claim another version.
     """
 
-    def __init__(self, url: str, *, fails_at: int | None = None, reports: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        fails_at: int | None = None,
+        failures: int = 1000,
+        error: Exception | None = None,
+        gone: Exception | None = None,
+        reports: str | None = None,
+    ) -> None:
         self.url = url
         self.calls: list[str] = []
         self.tensors: dict[str, Tensor] = {}
         self.version = "default"
-        self._fails_at = fails_at
+        self._fails_at, self._failures = fails_at, failures
+        self._error, self._gone = error or gone or RuntimeError("out of memory"), gone
         self._reports = reports
 
     def begin_weight_update(self) -> None:
@@ -40,12 +52,16 @@ class RecordingServer:
         self.calls.append("settle")
 
     def weight_version(self) -> str:
+        if self._gone is not None and self.calls.count("refused"):
+            raise self._gone
         return self._reports or self.version
 
     def update_weights_from_tensor(self, serialized, *, load_format, weight_version, flush_cache) -> None:
         assert load_format == "flattened_bucket" and not flush_cache
-        if self.calls.count("update") == self._fails_at:
-            raise RuntimeError("out of memory")
+        begun = len(self.calls) - self.calls[::-1].index("begin")
+        if len(self.calls) - begun == self._fails_at and self.calls.count("begin") <= self._failures:
+            self.calls.append("refused")
+            raise self._error
         self.calls.append("update")
         for payload in serialized:
             decoded = pickle.loads(base64.b64decode(payload))
@@ -53,6 +69,11 @@ class RecordingServer:
                 flat = decoded["flattened_tensor"][entry.start_idx : entry.end_idx]
                 assert flat.numel() == entry.numel
                 self.tensors[entry.name] = flat.view(entry.dtype).reshape(entry.shape).clone()
+
+    def update_weights_from_disk(self, model_path, *, weight_version, flush_cache) -> None:
+        assert not flush_cache
+        with HfCheckpoint(model_path) as checkpoint:
+            self.tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names}
 
     def weights_checksum(self) -> list[dict[str, Any]]:
         checksums = {name: host_checksum(tensor) for name, tensor in self._as_engine().items()}

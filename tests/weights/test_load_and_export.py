@@ -1,7 +1,6 @@
 """Hugging Face files into Megatron-named parameters and back, without Megatron: names, slices, refusals."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -10,7 +9,8 @@ from torch import nn
 
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import HfCheckpoint, HfWriter, read_hf_config
+from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
+from slimrl.weights.hf_shards import INDEX_NAME, ShardWriter, TensorSpec, index_text, plan_shards
 from slimrl.weights.layout import megatron_shape
 from slimrl.weights.load import load_hf_checkpoint
 from slimrl.weights.shape import ModelShape
@@ -157,28 +157,18 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         HfCheckpoint(tmp_path)
 
 
-def test_written_files_are_sharded_indexed_and_read_back(tmp_path):
+def test_files_with_an_index_are_read_back(tmp_path):
     tensors = {f"t{n}": torch.randn(10, generator=torch.Generator().manual_seed(n)) for n in range(5)}
-    with HfWriter(tmp_path / "out", max_shard_bytes=80) as writer:
+    shards = plan_shards((TensorSpec(name, torch.float32, (10,)) for name in tensors), max_shard_bytes=80)
+    with ShardWriter(tmp_path, shards) as writer:
         for name, tensor in tensors.items():
-            writer.add(name, tensor)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 5 * 40
-    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
-    with HfCheckpoint(tmp_path / "out") as checkpoint:
+            writer.write(name, tensor)
+    (tmp_path / INDEX_NAME).write_text(index_text(shards))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    with HfCheckpoint(tmp_path) as checkpoint:
         assert sorted(checkpoint.names) == sorted(tensors)
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
         assert checkpoint.dtype("t0") is torch.float32 and checkpoint.shape("t0") == (10,)
-
-
-def test_a_failed_write_leaves_nothing_behind(tmp_path):
-    with pytest.raises(ValueError, match="written twice"), HfWriter(tmp_path / "out") as writer:
-        writer.add("a", torch.ones(2))
-        writer.add("a", torch.ones(2))
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="exists already"):
-        HfWriter(tmp_path / "out")
 
 
 def test_damaged_files_are_named(tmp_path):

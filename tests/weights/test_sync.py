@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slimrl.sglang.errors import EngineTimeoutError, EngineUnavailableError
+from slimrl.weights.buckets import ReusedBuffer, iter_buckets
+from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import family_for
 from slimrl.weights.layout import megatron_shape
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
+from slimrl.weights.transport_disk import DiskTransport
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
 from tests.weights.models import named_module
 from tests.weights.servers import RecordingServer
@@ -108,11 +112,72 @@ def test_a_server_that_keeps_its_old_version_is_named_with_both_versions():
         updater_for(*servers).push(random_model(1), version="3")
 
 
-def test_a_server_that_refuses_a_bucket_is_named_and_no_server_goes_on():
+def test_a_refused_bucket_makes_the_whole_push_begin_again():
+    servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1, failures=2)]
+    report = updater_for(*servers).push(random_model(1), version="3", check_equal=True)
+    assert (report.attempts, report.buckets) == (3, 3)
+    for server in servers:
+        assert server.calls.count("begin") == 3
+        assert server.calls[-5:] == ["update"] * 3 + ["commit 3", "continue"]
+        assert server.version == "3"
+
+
+def test_a_server_that_keeps_refusing_is_named_with_how_all_stand_and_no_server_goes_on():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1)]
-    with pytest.raises(WeightSyncError, match=r"failed on http://b: out of memory"):
+    with pytest.raises(WeightSyncError) as caught:
         updater_for(*servers).push(random_model(1), version="3")
-    assert all("continue" not in server.calls for server in servers)
+    assert "'3' did not get into every server (3 of 3 attempts), so no server goes on: " in str(caught.value)
+    assert "failed on http://b: out of memory; " in str(caught.value)
+    for server in servers:
+        assert f"{server.url} is stopped and reports version 'default'" in str(caught.value)
+        assert server.calls.count("begin") == 3 and "continue" not in server.calls
+
+
+def test_nothing_is_tried_again_where_a_server_is_gone_or_late():
+    gone = RecordingServer("http://b", fails_at=1, gone=EngineUnavailableError("connection refused"))
+    with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*http://b does not answer \(connection refused\)"):
+        updater_for(RecordingServer("http://a"), gone).push(random_model(1), version="3")
+    late = RecordingServer("http://b", fails_at=1, error=EngineTimeoutError("no answer within 300 s"))
+    with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*no answer within 300 s"):
+        updater_for(RecordingServer("http://a"), late).push(random_model(1), version="3")
+
+
+def test_two_runs_that_share_a_folder_write_apart_and_leave_nothing(tmp_path):
+    servers = [RecordingServer("http://a"), RecordingServer("http://b")]
+    transports = [DiskTransport([server], tmp_path / "shared", CPU) for server in servers]
+    updaters = [updater_for(server, transport=t) for server, t in zip(servers, transports, strict=True)]
+    models = [random_model(1), random_model(2)]
+    for bucket_pair in zip(*(buckets_of(model) for model in models), strict=True):
+        for transport, bucket in zip(transports, bucket_pair, strict=True):
+            transport.start(bucket)
+    for server, model in zip(servers, models, strict=True):
+        weights = dict(model.named_parameters())
+        assert torch.equal(server.tensors["model.norm.weight"], weights["decoder.final_layernorm.weight"])
+        assert sorted(server.tensors) == sorted(FAMILY.hf_names(SHAPE))
+    for updater in updaters:
+        updater.close()
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def buckets_of(model: nn.Module):
+    return iter_buckets(iter_hf_tensors(model, SHAPE, FAMILY), 4096, ReusedBuffer(CPU))
+
+
+def test_a_disk_that_cannot_be_written_ends_the_push_without_another_attempt(tmp_path):
+    (tmp_path / "file").write_text("")
+    server = RecordingServer("http://a")
+    transport = DiskTransport([server], tmp_path / "file", CPU)
+    with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*Not a directory.*http://a is stopped"):
+        updater_for(server, transport=transport).push(random_model(1), version="3")
+
+
+def test_the_tensors_of_every_layer_take_the_same_memory():
+    places = {}
+    for name, tensor in iter_hf_tensors(random_model(1), SHAPE, FAMILY):
+        places.setdefault(name.split(".", 3)[-1], []).append(tensor.data_ptr())
+    for projection in ("q", "k", "v"):
+        first, second = places[f"self_attn.{projection}_proj.weight"]
+        assert first == second
 
 
 class CorruptingTransport(TensorTransport):

@@ -1,0 +1,57 @@
+"""The cheap check of every push: a bucket that differs from the table is found before a server goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from slimrl.weights.buckets import ReusedBuffer, iter_buckets
+from slimrl.weights.families import family_for
+from slimrl.weights.layout import hf_shapes
+from slimrl.weights.manifest import Manifest
+from tests.weights.test_sync import SHAPE
+
+FAMILY = family_for({"model_type": "qwen3"})
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    return [
+        (part.name, torch.zeros(dims))
+        for row in FAMILY.rows(SHAPE)
+        for part, dims in zip(row.hf, hf_shapes(row, SHAPE), strict=True)
+    ]
+
+
+def tick_off(named: list[tuple[str, torch.Tensor]]) -> None:
+    manifest = Manifest(FAMILY, SHAPE)
+    for bucket in iter_buckets(iter(named), 4096, ReusedBuffer(torch.device("cpu"))):
+        manifest.tick_off(bucket)
+    manifest.close()
+
+
+def test_the_whole_model_is_accepted():
+    tick_off(tensors())
+
+
+def test_a_tensor_left_out_is_named_wherever_it_was():
+    with pytest.raises(ValueError, match=r"holds \S+\.0\.mlp\.up_proj\.weight.*has \S+\.0\.mlp\.gate_proj"):
+        tick_off([entry for entry in tensors() if not entry[0].endswith("layers.0.mlp.gate_proj.weight")])
+    with pytest.raises(ValueError, match=r"^model\.norm\.weight of the table of qwen3 was not sent"):
+        tick_off(tensors()[:-1])
+
+
+def test_a_tensor_sent_twice_or_in_another_shape_is_named():
+    named = tensors()
+    with pytest.raises(ValueError, match=r"holds model\.norm\.weight \[8\].*the table of qwen3 has nothing"):
+        tick_off([*named, named[-1]])
+    with pytest.raises(ValueError, match=r"holds model\.norm\.weight \[9\].*has model\.norm\.weight \[8\]"):
+        tick_off([*named[:-1], ("model.norm.weight", torch.zeros(9))])
+
+
+def test_bytes_that_belong_to_no_tensor_are_found():
+    (bucket,) = iter_buckets(iter(tensors()), 1 << 20, ReusedBuffer(torch.device("cpu")))
+    longer = dataclasses.replace(bucket, flat=torch.zeros(bucket.flat.numel() + 4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="packed wrongly"):
+        Manifest(FAMILY, SHAPE).tick_off(longer)
