@@ -16,7 +16,7 @@ _STAND_IN = "no parameter on this rank"
 
 
 def stand_in(adam: torch.optim.Adam) -> None:
-    """Have an `adam` without parameters show a step counter of 0 when asked for its state, and take none back."""
+    """Have the `adam` of a distributed optimizer show a step counter of 0 where it has no parameters, and take none."""
     if any(group["params"] for group in adam.param_groups):
         return
 
@@ -31,27 +31,32 @@ def stand_in(adam: torch.optim.Adam) -> None:
 
 
 def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
-    """Put the true step count into all param groups of an optimizer's state to be saved, in place; collective.
+    """Put the true step count into all parts of an optimizer's state to be saved, in place; collective.
 
-    Rank 0's groups are the ones that are stored, and it may hold none of the parameters. `own_steps` are the counts of
-    this rank's parameters. Nothing is done where no rank counts steps in this way. Raises ValueError, on every rank,
-    where parameters were stepped differently often.
+    Rank 0's count is the one that is stored, and it may hold none of the parameters. `own_steps` are the counts of this
+    rank's parameters. Nothing is done where no rank counts steps in this way. Raises ValueError, on every rank, where
+    parameters were stepped differently often.
     """
     everyones: list[set[float]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyones, own_steps)
     steps = set().union(*everyones)
     if len(steps) > 1:
         raise ValueError(f"parameters were stepped {sorted(steps)} times: to be saved all need the same count")
-    for group in _param_groups(saved):
-        if steps and "step" in group:
-            group["step"] = max(steps)
+    for part in _parts(saved) if steps else ():
+        for group in part["param_groups"]:
+            if "step" in group:  # the distributed optimizer's place for it
+                group["step"] = max(steps)
+        if "state" in part and max(steps) > 0:  # the other optimizers'
+            part["state"]["common_step"] = torch.tensor(max(steps))
 
 
-def _param_groups(saved: Any) -> Iterator[dict[str, Any]]:
-    """The groups of every part; several parts stand under their numbers."""
-    if isinstance(saved, dict):
-        for key, value in saved.items():
-            if key == "param_groups":
-                yield from value
-            elif isinstance(key, int) or key == "optimizer":
-                yield from _param_groups(value)
+def _parts(saved: Any) -> Iterator[dict[str, Any]]:
+    """What each part's own AdamW has to save; several parts stand under their numbers."""
+    if not isinstance(saved, dict):
+        return
+    if "param_groups" in saved:
+        yield saved
+        return
+    for key, value in saved.items():
+        if isinstance(key, int) or key == "optimizer":
+            yield from _parts(value)

@@ -30,10 +30,10 @@ def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOp
     )
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)
-        stand_in(part.optimizer)
         if args.use_megatron_fsdp:
             fsdp.save_like_the_distributed_optimizer(part)
         elif isinstance(part, DistributedOptimizer):
+            stand_in(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     return optimizer
 
