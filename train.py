@@ -26,9 +26,9 @@ def train(run: Run) -> None:
         with run.step(rollout_id):
             rollout = run.generate(rollout_id)
             metrics = run.train(rollout)
+            run.save_if_due(rollout, metrics)
             run.update_weights(rollout_id + 1)
             run.record(rollout, metrics)
-        run.save_if_due(rollout)
         run.evaluate_if_due(rollout_id)
 
 

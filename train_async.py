@@ -29,11 +29,11 @@ def train(run: Run) -> None:
             if rollout_id + 1 in run.rollout_ids:
                 generation = run.start_generation(rollout_id + 1)
             metrics = run.train(rollout)
+            run.save_if_due(rollout, metrics)
             if run.weights_due(rollout_id) or run.evaluation_due(rollout_id):
                 run.wait_for(generation)
                 run.update_weights(rollout_id + 1)
             run.record(rollout, metrics)
-        run.save_if_due(rollout)
         run.evaluate_if_due(rollout_id)
 
 

@@ -138,7 +138,8 @@ SLOTS=2
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2)
 case $PLACEMENT in
-   colocated) PLACEMENT_ARGS+=(--colocate) ;;
+   # Without GPUs host and device memory are one: leaving it takes time and wins nothing.
+   colocated) PLACEMENT_ARGS+=(--colocate --no-offload-train --no-offload-rollout) ;;
    split) SLOTS=4 ;;
    async) SLOTS=4 && ENTRY=train_async.py ;;
 esac

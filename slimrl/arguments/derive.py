@@ -20,6 +20,7 @@ def derive(args: Arguments) -> None:
     _experts(args)
     _layout(args)
     _batch(args)
+    _offload(args)
     _lengths(args)
     args.rollout_function_path = own_path(args.rollout_function_path)
     if isinstance(args.prompt_data, list) and len(args.prompt_data) == 1:
@@ -57,9 +58,24 @@ def _layout(args: Arguments) -> None:
     if args.colocate and args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.actor_num_gpus
     _pipeline(args)
-    # slime parks each side in host memory under --colocate; here both stay resident until that is served
-    args.offload_train = bool(args.offload_train or args.offload)
-    args.offload_rollout = bool(args.offload_rollout or args.offload)
+
+
+def _offload(args: Arguments) -> None:
+    """--colocate offloads both sides, each unless it is told not to or is not there."""
+    sides = {
+        "offload_train": (args.debug_rollout_only, "--debug-rollout-only: no trainer is started"),
+        "offload_rollout": (args.debug_train_only, "--debug-train-only: no engine is started"),
+    }
+    takes_turns = args.colocate and not args.debug_rollout_only and not args.debug_train_only
+    if takes_turns and args.use_megatron_fsdp and not args.offload and args.offload_train is None:
+        args.offload_train = False
+        args.notes.append("--offload-train is off with --use-megatron-fsdp, whose buffers stay on the device.")
+    for name, (absent, why) in sides.items():
+        wanted = vars(args)[name]
+        if absent and (wanted or args.offload):
+            args.notes.append(f"--{name.replace('_', '-')} is off with {why}.")
+        default = args.offload or takes_turns
+        setattr(args, name, (default if wanted is None else wanted) and not absent)
 
 
 def _pipeline(args: Arguments) -> None:

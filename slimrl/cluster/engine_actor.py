@@ -29,6 +29,7 @@ class ServerSettings:
     tensor_parallel_size: int
     random_seed: int
     options: dict[str, Any]
+    memory_saver: bool  # whether its memory can be released
 
 
 @ray.remote(concurrency_groups={"watch": 1, "stop": 1})
@@ -54,6 +55,7 @@ class EngineActor:
             tensor_parallel_size=settings.tensor_parallel_size,
             random_seed=settings.random_seed,
             options=settings.options,
+            memory_saver=settings.memory_saver,
             log_path=log_path,
             part=part,
         )

@@ -95,4 +95,5 @@ def server_settings(args: Arguments, index: int) -> ServerSettings:
         tensor_parallel_size=args.rollout_num_gpus_per_engine // args.sglang_options.get("pp_size", 1),
         random_seed=args.rollout_seed + index,
         options=args.sglang_options,
+        memory_saver=args.offload_rollout,
     )

@@ -46,6 +46,11 @@ class Rank:
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._meeting_timeout)
         return self._store.port
 
+    def prepare(self) -> None:
+        """Imports what training needs: it takes seconds and no device memory, so that engines may start meanwhile."""
+        import slimrl.megatron.trainer
+        import slimrl.weights.sync  # noqa: F401
+
     def initialize(self, host: str, port: int) -> RankStart:
         """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer."""
         from torch.distributed import TCPStore
@@ -80,8 +85,19 @@ class Rank:
             self._trainer.finish_saves()  # every rank is here, and the run will want that checkpoint
             raise
 
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Takes this rank off its device, all of it or all but the weights; bytes off the device now, by part."""
+        return self._trainer.memory.sleep(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """Brings it back."""
+        self._trainer.memory.wake()
+
     def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
         """Pushes the weights to every engine."""
+        from slimrl.megatron.offload import State
+
+        self._trainer.memory.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
         report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal)
         return dataclasses.asdict(report)
 

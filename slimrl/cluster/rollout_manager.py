@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import pickle
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.rollout.train_data import training_batch
 from slimrl.sglang.client import RouterClient
+from slimrl.sglang.control import ServerControl
 from slimrl.sglang.loads import load_of
+from slimrl.sglang.memory import EngineMemory
 
 LOADS_TIMEOUT_S = 2.0
 
@@ -84,6 +87,7 @@ class RolloutManager:
         self._fleet: Fleet | None = None
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
+        self._memory = EngineMemory([])
         self._loop: LoopWatch | None = None
         self._doing = ""
         self._log_path = log_path
@@ -106,6 +110,7 @@ class RolloutManager:
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
         )
         await self._client.__aenter__()
+        self._memory = EngineMemory([ServerControl(endpoint.url) for endpoint in self._fleet.endpoints])
         self._generator = RolloutGenerator(self._args, self._tokenizer, self._client)
         self._doing = ""
         return self._fleet.endpoints
@@ -113,6 +118,14 @@ class RolloutManager:
     async def watch(self) -> str:
         """Pending while the fleet lives; then the message of the first death."""
         return await self._fleet.watch()
+
+    async def release_memory(self) -> None:
+        """Takes the memory of every server; no request may run."""
+        await asyncio.to_thread(self._memory.release)
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Gives every server the memory of `tags` again."""
+        await asyncio.to_thread(self._memory.resume, tags)
 
     async def prompts_per_epoch(self) -> int:
         """Number of prompts in the training data set."""
@@ -146,6 +159,7 @@ class RolloutManager:
 
     async def generate(self, rollout_id: int) -> RolloutResult:
         """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank."""
+        self._memory.require(f"generating rollout {rollout_id}")
         started = time.perf_counter()
         if self._args.load_debug_rollout_data:
             output = RolloutOutput(self._replay(rollout_id), {})
@@ -197,6 +211,7 @@ class RolloutManager:
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set; the samples are dumped, their numbers returned."""
+        self._memory.require("an evaluation")
         results = await self._generator.evaluate(rollout_id)
         samples = [sample for result in results.values() for sample in result.samples]
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}

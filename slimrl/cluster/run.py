@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import ray
@@ -18,6 +18,7 @@ from slimrl.cluster.session import ray_session, worker_environment
 from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_group import TrainGroup
+from slimrl.cluster.turns import Turns
 from slimrl.cluster.watchdog import Awaited, Patience, answers
 from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
@@ -48,6 +49,12 @@ class Run:
         self._supervisor = supervisor
         self._log = log
         self._seconds: dict[str, float] = {}
+        self._turns = Turns(
+            trainers if args.offload_train else None,
+            _EngineMemory(manager, supervisor) if args.offload_rollout else None,
+            self._timed,
+            tokens_with_push=args.sglang_options.get("pp_size", 1) > 1,
+        )
         if self.rollout_ids:
             logger.info("rollouts %d to %d are to be done", start, args.num_rollout - 1)
         else:
@@ -94,6 +101,7 @@ class Run:
         """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""
         if self._trainers is None:
             return []
+        self._turns.begin_training()
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
             return self._trainers.train(rollout.rollout_id, rollout.batches, update)
 
@@ -104,25 +112,28 @@ class Run:
 
     def update_weights(self, version: int) -> None:
         """Pushes the trained weights to every engine; no generation may be running."""
-        if self._trainers is None or self.args.debug_train_only:
+        if self._trainers is None:
             return
-        with self._timed("update_weights"):
-            self._trainers.update_weights(version)
+        with self._turns.push():
+            if self.args.debug_train_only:
+                return
+            with self._timed("update_weights"):
+                self._trainers.update_weights(version)
         self.weight_version = version
 
-    def save_if_due(self, rollout: RolloutResult) -> None:
-        """Saves on `--save-interval` and after the last rollout; the step has to be recorded before.
+    def save_if_due(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> None:
+        """Saves on `--save-interval` and after the last rollout, right after training: what is saved is awake then.
 
-        So a step that a checkpoint knows is in the summary, whenever the run is killed.
+        A step that a checkpoint knows is in the summary, whenever the run is killed.
         """
         if self._trainers is None or not self.args.save:
             return
         done = rollout.rollout_id + 1
         interval = self.args.save_interval
         if done == self.rollout_ids.stop or (interval and done % interval == 0):
+            self._log.expect(self._record(rollout, train_metrics))
             with self._timed("save"):
                 folder = self._trainers.save(rollout.rollout_id, rollout.data_state)
-            self._log.phase(rollout.rollout_id, "save", self._seconds["save"])
             logger.info("saving %s in the background" if self.args.async_save else "saved %s", folder)
 
     def evaluate_before_training(self) -> None:
@@ -159,16 +170,33 @@ class Run:
 
     def record(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> None:
         """Writes one step's line, TensorBoard scalars and summary entry."""
-        seconds = {**self._seconds, "total": time.perf_counter() - self._started}
-        self._log.step(
-            StepRecord(
-                step=rollout.rollout_id,
-                weight_version=rollout.weight_version,
-                rollout=rollout.metrics,
-                train=train_metrics,
-                seconds=seconds,
-            )
+        self._log.step(self._record(rollout, train_metrics))
+
+    def _record(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> StepRecord:
+        total = time.perf_counter() - self._started - self._seconds.get("save", 0.0)
+        return StepRecord(
+            step=rollout.rollout_id,
+            weight_version=rollout.weight_version,
+            rollout=rollout.metrics,
+            train=train_metrics,
+            seconds={**self._seconds, "total": total},
         )
+
+
+class _EngineMemory:
+    """The memory of the servers, which the rollout manager looks after."""
+
+    def __init__(self, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> None:
+        self._manager = manager
+        self._supervisor = supervisor
+
+    def release(self) -> None:
+        awaited = _of_manager(self._manager, "the release of the engines' memory")
+        self._supervisor.get([self._manager.release_memory.remote()], awaited)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        awaited = _of_manager(self._manager, f"the engines' memory for {' and '.join(tags)}")
+        self._supervisor.get([self._manager.resume_memory.remote(tags)], awaited)
 
 
 @contextlib.contextmanager
@@ -193,6 +221,10 @@ def open_run(args: Arguments) -> Iterator[Run]:
             logger.info("%s", start_of(args).sentence)
             trainers = TrainGroup(args, slots, supervisor, environment)
             stack.callback(trainers.kill)
+        if args.offload_rollout:  # before training takes its memory
+            supervisor.get([starting], _of_manager(manager, "the start of the engines"))
+            _EngineMemory(manager, supervisor).release()
+        if trainers is not None:
             start, data_state = trainers.initialize()
         endpoints = supervisor.get([starting], _of_manager(manager, "the start of the engines"))[0]
         if endpoints:

@@ -27,6 +27,7 @@ class TrainGroup:
         """Starts the actors and watches them; the model is built by `initialize`."""
         self._supervisor = supervisor
         self._check_equal = args.check_weight_update_equal  # until the first push
+        self._has_slept = False
         ranks = slots.plan.train
         log_dir = Path(args.run_dir).absolute() / "logs"
         self.workers = [
@@ -37,6 +38,8 @@ class TrainGroup:
         ]
         for rank, worker in enumerate(self.workers):
             supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
+        for worker in self.workers:
+            worker.call.remote("prepare")  # calls run in order: nobody has to wait for this one
 
     def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
         calls = [worker.call.remote(method, *arguments) for worker in self.workers]
@@ -68,6 +71,19 @@ class TrainGroup:
     def progress(self) -> ray.ObjectRef:
         """A reference to how far rank 0 is in its training: (micro-batches begun, all)."""
         return self.workers[0].progress.remote()
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Takes every rank off its device: gradients and optimizer state, and the weights unless they are kept."""
+        given = self._call("sleep", keep_weights, what="training going to sleep")
+        if not keep_weights and not self._has_slept:
+            self._has_slept = True
+            for rank, parts in enumerate(given):
+                sizes = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in parts.items())
+                logger.info("training rank %d sleeps: %s are off its device", rank, sizes)
+
+    def wake(self) -> None:
+        """Brings every rank back onto its device."""
+        self._call("wake", what="training waking up")
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""

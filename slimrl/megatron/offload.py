@@ -77,25 +77,23 @@ class TrainingMemory:
     def sleep(self, *, keep_weights: bool = False) -> dict[Part, int]:
         """Gives gradients and optimizer state up, and the weights and communicators too unless `keep_weights`.
 
-        Returns the bytes given up by this call. Raises AsleepError where nothing is left to give up.
+        Returns the bytes that are off the device now. Raises AsleepError where nothing is left to give up.
         """
         if self.state is State.ASLEEP or (keep_weights and self.state is not State.AWAKE):
             raise AsleepError(f"the training rank cannot go to sleep: it is {self.state.value} already")
         leaving: tuple[Part, ...] = ("gradients", "optimizer") if keep_weights else PARTS
         self._synchronize()
         self._drop_scratch()
-        given = {}
         found = self._storages()
         for part in leaving:
             if part not in self._parked:
                 self._parked[part] = [self._park(storage, keep=part != "gradients") for storage in found[part]]
-                given[part] = sum(parked.size for parked in self._parked[part])
         if not keep_weights:
             self._communicators.suspend()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # memory that torch keeps for itself is of no use to an engine
         self.state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
-        return given
+        return {part: sum(one.size for one in self._parked[part]) for part in leaving}
 
     def wake(self) -> None:
         """Takes everything back; gradients are zero. Raises AsleepError where it is awake."""

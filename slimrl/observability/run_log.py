@@ -117,8 +117,18 @@ class RunLog:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
 
+    def expect(self, record: StepRecord) -> None:
+        """Put a step that is about to be saved into the summary; `step` reports it later, with its last seconds."""
+        self._put(record)
+
     def step(self, record: StepRecord) -> None:
         """Report a finished step: summary, TensorBoard, one line. Raises KeyError where the reward is missing."""
+        train, seconds = self._put(record)
+        self._chart(record, train, seconds)
+        logger.info("%s", step_line(record, train, seconds))
+
+    def _put(self, record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
+        """The step in the summary, which is written; its training metrics over all optimizer steps, and seconds."""
         self.begin(record.step)
         train = combine_steps(record.train)
         seconds = {**dict.fromkeys(PHASES, 0.0), **record.seconds}
@@ -136,8 +146,7 @@ class RunLog:
             extra["by_optimizer_step"] = record.train
         self._summary.add_step({**own, **{name: value for name, value in extra.items() if name not in own}})
         self._summary.save()
-        self._chart(record, train, seconds)
-        logger.info("%s", step_line(record, train, seconds))
+        return train, seconds
 
     def phase(self, step: int, name: str, seconds: float) -> None:
         """Report how long something took that follows a reported step, such as "save"."""

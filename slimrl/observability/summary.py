@@ -55,8 +55,14 @@ class Summary:
             self.add_step(step)
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step; infinite and NaN values become null, which JSON has no number for."""
+        """Append one step, or put it in place of the last one where it is the same step again.
+
+        Infinite and NaN values become null, which JSON has no number for.
+        """
         clean = _finite(step)
+        if self.steps and self.steps[-1]["step"] == step["step"]:
+            self.steps.pop()
+            self._lines.pop()
         self.steps.append(clean)
         self._lines.append(json.dumps(clean, allow_nan=False))
 

@@ -14,18 +14,20 @@ DEFAULTS = (
     "--disable-overlap-schedule",
     "--sleep-on-idle",
 )
+# an allocator for CUDA: without it the server answers calls that release memory, and keeps it
+CUDA_ONLY = "--enable-memory-saver"
 KV_CACHE_BYTES = 1 << 30
 KV_CACHE_TOKENS = (8192, 65536)  # least and most
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
-    """`argv` behind the defaults: of two equal flags the last one counts.
+    """`argv` behind the defaults: of two equal flags the last one counts. What only CUDA has is left out.
 
     Left to itself the server would take most of the machine's memory for its KV cache.
     """
     model = _model_path(argv)
     cache = [f"--max-total-tokens={kv_cache_tokens(model)}"] if model is not None else []
-    return [*DEFAULTS, *cache, *argv]
+    return [*DEFAULTS, *cache, *(word for word in argv if word != CUDA_ONLY)]
 
 
 def _model_path(argv: Sequence[str]) -> Path | None:

@@ -90,9 +90,9 @@ def test_what_the_command_line_would_refuse_is_refused(recipe: Recipe, text: str
 
 
 def test_rules_hold_for_the_file_too(recipe: Recipe):
-    _, problems = read(recipe, "eps_clip_c: 1.1\noffload_train: true\n")
+    _, problems = read(recipe, "eps_clip_c: 1.1\nrelease_train: true\n")
     assert any(problem.startswith("--eps-clip-c 1.1 is not above") for problem in problems)
-    assert any(problem.startswith("--offload-train is not served") for problem in problems)
+    assert any(problem.startswith("--release-train is not served") for problem in problems)
 
 
 def test_a_missing_file_is_one_sentence(recipe: Recipe):

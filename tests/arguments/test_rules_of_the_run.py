@@ -63,13 +63,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     ),
     "run_has_a_length": (["--num-epoch 2", "--num-rollout 0"], []),
     "values_are_served": (
-        ["--no-offload-train --no-offload-rollout", "--pipeline-model-parallel-size 1", "--update-weight-mode full"],
+        ["--pipeline-model-parallel-size 1", "--update-weight-mode full"],
         [
-            (
-                "--offload-train",
-                "--offload-train is not served: the training state stays in device memory; divide it with"
-                " --sglang-mem-fraction-static.",
-            ),
             (
                 "--distributed-backend gloo",
                 "--distributed-backend gloo is not served: the backend follows from the machine; leave it out.",

@@ -87,7 +87,8 @@ def test_for_a_push_the_weights_stay_and_leave_later():
     assert sleeper.sleep(keep_weights=True) == {"gradients": 8, "optimizer": 8}
     assert weight.tolist() == [1, 1] and (size(gradient), size(moment)) == (0, 0)
     assert heard == []  # a push gathers over the ranks
-    assert sleeper.sleep() == {"weights": 8}
+    assert sleeper.sleep() == {"weights": 8, "gradients": 8, "optimizer": 8}
+    assert size(weight) == 0
     assert heard == ["suspend a", "suspend b"]
     sleeper.wake()
     assert heard[2:] == ["resume a", "resume b"]
@@ -173,7 +174,8 @@ def train(
     for rollout_id, rollout in enumerate(rollouts):
         metrics += trainer.train(rollout_id, ranks.share_of(trainer, rollout))
         if sleeps:
-            parked = trainer.memory.sleep(keep_weights=True) | trainer.memory.sleep()
+            trainer.memory.sleep(keep_weights=True)
+            parked = trainer.memory.sleep()
             left = _tensor_bytes(trainer)
             trainer.memory.wake()
     weights, held = ranks.export(trainer), _held(trainer)

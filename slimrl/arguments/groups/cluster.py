@@ -28,24 +28,14 @@ class ClusterArguments:
         8, "slots a node has (count); an engine that needs more takes whole nodes", at_least=1
     )
     colocate: bool = flag(False, "train and generate on the same slots; without it each side has its own")
-    offload: bool = flag(
-        False,
-        "short for --offload-train --offload-rollout",
-        not_served="both sides stay in device memory; divide it with --sglang-mem-fraction-static",
-    )
+    offload: bool = flag(False, "short for --offload-train --offload-rollout")
     offload_train: bool | None = flag(
         None,
-        "park the training state in host memory while generating (slime: with --colocate)",
+        "park the training state in host memory while generating (on with --colocate)",
         off=("--no-offload-train",),
-        not_served="the training state stays in device memory; divide it with --sglang-mem-fraction-static",
-        served=(False,),
     )
     offload_rollout: bool | None = flag(
-        None,
-        "release the engines' memory while training (slime: with --colocate)",
-        off=("--no-offload-rollout",),
-        not_served="the engines keep their memory while training; lower --sglang-mem-fraction-static",
-        served=(False,),
+        None, "release the engines' memory while training (on with --colocate)", off=("--no-offload-rollout",)
     )
     distributed_backend: str | None = flag(
         None,
@@ -67,7 +57,7 @@ class ClusterArguments:
     release_train: bool = flag(
         False,
         "end the training processes while generating, and start them again from a checkpoint",
-        not_served="the training processes stay; lower --sglang-mem-fraction-static for the engines",
+        not_served="the training processes stay; give --offload-train, which takes them off the device",
     )
     custom_megatron_init_path: str | None = flag(
         None,

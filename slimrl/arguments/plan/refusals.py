@@ -117,7 +117,8 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             "--sglang-mem-fraction-static",
             f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
             f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
-            f" {max(int(most * 100) / 100, 0.01):g} or less, or split the roles with --rollout-num-gpus.",
+            f" {max(int(most * 100) / 100, 0.01):g} or less, let both take turns with --offload, or split the roles"
+            " with --rollout-num-gpus.",
         )
 
 

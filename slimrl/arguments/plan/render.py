@@ -81,11 +81,20 @@ def _slots(plan: Plan) -> Iterator[str]:
         rows.append(("engines", len(every), _where(plan, every)))
     yield from table(rows)
     nodes = len(where.nodes_of(range(len(where.places))))
-    shared = ", both roles on the same ones" if plan.colocated else ""
+    shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
     source = (
         "of the Ray cluster" if plan.surroundings.nodes is not None else f"of {plan.args.num_gpus_per_node} slots each"
     )
     yield f"{where.total} slots{shared}, on {nodes} {'node' if nodes == 1 else 'nodes'} {source}"
+
+
+def _turns(plan: Plan) -> str:
+    parked, released = plan.args.offload_train, plan.args.offload_rollout
+    if parked and released:
+        return "each side out of the way while the other works"
+    if parked:
+        return "training out of the way while engines generate"
+    return "engines out of the way while training works" if released else "side by side"
 
 
 def _where(plan: Plan, positions: range) -> str:
@@ -282,6 +291,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield from table([[cell if index == 0 else cell.rjust(10) for index, cell in enumerate(row)] for row in rows])
         if any(stage.host for stage in stages):
             yield f"in host memory, per slot: {gib(max(stage.host for stage in stages))} ({_host_reason(plan)})"
+        if plan.args.offload_train:
+            parked = max(stage.weights + stage.optimizer for stage in stages)
+            yield f"in host memory while engines generate, per slot: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
     if plan.slot is None:
         yield "the memory of a slot is not known here: --slot-memory-gib compares with it"

@@ -130,10 +130,21 @@ def test_too_little_memory_for_training_is_refused_with_the_sum(recipe):
 
 
 def test_two_roles_that_do_not_fit_beside_each_other_are_refused(recipe):
-    plan = plan_of(recipe, "--bf16 --sglang-mem-fraction-static 0.8", around=H100S)
+    assert sentences(plan_of(recipe, "--bf16 --sglang-mem-fraction-static 0.8", around=H100S)) == []  # they take turns
+    plan = plan_of(recipe, "--bf16 --sglang-mem-fraction-static 0.8 --no-offload-rollout", around=H100S)
     (sentence,) = sentences(plan)
     rest = 80 - plan.memory.largest_stage.total / GIB
-    assert f"give --sglang-mem-fraction-static {int(rest / 80 * 100) / 100:g} or less" in sentence
+    assert f"give --sglang-mem-fraction-static {int(rest / 80 * 100) / 100:g} or less, let" in sentence
+
+
+def test_the_plan_says_who_leaves_the_memory_and_where_to(recipe):
+    text = render(plan_of(recipe, "--bf16", around=H100S))
+    assert "8 slots, both roles on the same ones, each side out of the way while the other works" in text
+    # 3.75 GiB of weights and 5.62 GiB of optimizer state, as in the sum above
+    assert "in host memory while engines generate, per slot: 9.37 GiB (weights, optimizer state)" in text
+    resident = "--no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.3"
+    text = render(plan_of(recipe, f"--bf16 {resident}", around=H100S))
+    assert "both roles on the same ones, side by side" in text and "while engines generate" not in text
 
 
 def test_a_cache_too_small_for_one_sample_is_refused(recipe):

@@ -1,0 +1,71 @@
+"""Which side is offloaded: as slime has it, and refused where it contradicts the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import read_args
+
+COLOCATED = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
+SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
+
+
+def read(recipe, more, placement=COLOCATED, entry="train.py"):
+    args, problems = read_args(recipe.line(more, placement=placement), entry=entry)
+    return (args.offload_train, args.offload_rollout), [str(problem) for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("more", "placement", "offloaded"),
+    [
+        ("", COLOCATED, (True, True)),
+        ("--no-offload-train", COLOCATED, (False, True)),
+        ("--no-offload-rollout", COLOCATED, (True, False)),
+        ("--no-offload-train --no-offload-rollout", COLOCATED, (False, False)),
+        ("--no-offload-train --offload-train", COLOCATED, (True, True)),
+        ("", SPLIT, (False, False)),
+        ("--offload", SPLIT, (True, True)),
+        ("--offload-rollout", SPLIT, (False, True)),
+        ("--offload-train", SPLIT, (True, False)),
+    ],
+)
+def test_sharing_slots_offloads_both_sides_unless_told_otherwise(recipe, more, placement, offloaded):
+    assert read(recipe, more, placement) == (offloaded, [])
+
+
+def test_a_side_that_is_not_there_is_not_offloaded(recipe):
+    (recipe.dir / "dump_0.jsonl").touch()
+    replay = "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl"
+    assert read(recipe, replay) == ((False, False), [])  # nobody waits for the memory
+    assert read(recipe, f"{replay} --offload-train") == ((True, False), [])
+    assert read(recipe, "--debug-rollout-only") == ((False, False), [])
+    args, problems = read_args(recipe.line(f"{replay} --offload"))
+    assert problems == [] and (args.offload_train, args.offload_rollout) == (True, False)
+    assert "--offload-rollout is off with --debug-train-only: no engine is started." in args.notes
+    args, problems = read_args(recipe.line("--debug-rollout-only --offload-train"))
+    assert problems == [] and "--offload-train is off with --debug-rollout-only: no trainer is started." in args.notes
+
+
+def test_what_cannot_be_parked_stays_unless_it_is_asked_to_leave(recipe):
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim"
+    args, problems = read_args(recipe.line(sharded))
+    assert problems == [] and (args.offload_train, args.offload_rollout) == (False, True)
+    assert "--offload-train is off with --use-megatron-fsdp, whose buffers stay on the device." in args.notes
+    _, problems = read(recipe, f"{sharded} --offload-train")
+    assert len(problems) == 1 and "--use-megatron-fsdp" in problems[0] and "--offload-train" in problems[0]
+
+
+@pytest.mark.parametrize("flag", ["--offload-train", "--offload-rollout"])
+def test_sides_that_work_at_once_cannot_leave(recipe, flag):
+    _, problems = read(recipe, flag, SPLIT, "train_async.py")
+    assert problems == [
+        f"{flag} lets a side leave its memory while the other works, and with train_async.py both work at once:"
+        " leave it out, or start train.py."
+    ]
+    assert read(recipe, flag.replace("--", "--no-"), SPLIT, "train_async.py") == ((False, False), [])
+
+
+def test_offload_is_both_sides(recipe):
+    _, problems = read(recipe, "--offload --no-offload-train", SPLIT)
+    assert problems == ["--offload is both sides and --no-offload-train leaves one out: give one of the two flags."]
+    assert read(recipe, "--offload --offload-train", SPLIT) == ((True, True), [])
