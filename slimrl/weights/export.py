@@ -1,15 +1,16 @@
 """A Megatron model's weights as full Hugging Face tensors, gathered over every group that divides the model.
 
 Promises every HF name exactly once, in the order of the table, without vocabulary padding; a tied head is left out.
-Collective: each rank of the groups gets the full tensors, one row at a time, so that no second copy of the model is
-held anywhere. Called by the weight updater and by whoever saves Hugging Face files.
+Collective: the ranks that want them get the full tensors, one row at a time, so that no second copy of the model is
+held anywhere, and others only what they must pass on. Called by the weight updater and by whoever saves Hugging Face
+files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,8 @@ from slimrl.weights.families.table import Layout
 from slimrl.weights.layout import from_shards, local_shape
 from slimrl.weights.megatron_names import find, global_tensors
 from slimrl.weights.names import listed
+from slimrl.weights.needs import Group, Needs, gathered
 from slimrl.weights.shape import ModelShape
-
-Group = dist.ProcessGroup | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +45,23 @@ def iter_hf_tensors(
     pp_group: Group = None,
     ep_group: Group = None,
     etp_group: Group = None,
+    receivers: Collection[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, full tensor) of every weight, on the model's device and in its dtype.
 
     `model` is a bare GPTModel, or the chunks of an interleaved stage. The groups are those of tensor, pipeline,
     expert and expert tensor parallelism; None stands for a size of 1. A yielded tensor is valid until the next one
     is asked for, and may share memory with the model: copy it to keep it. Every rank of the groups must consume the
-    whole iterator. Raises ValueError, on every rank, for a tensor missing from the model or left over.
+    whole iterator, which is empty on those that are not among `receivers` (global ranks; None: all). Raises
+    ValueError, on every rank, for a tensor missing from the model or left over.
     """
     tensors = global_tensors(model)
     places = _places(tensors, pp_group, ep_group)
     rows = [(row, find(row, places)) for row in family.rows(shape)]
     _check_complete(rows, places, shape, family)
     device = next(iter(tensors.values())).device
-    gathered, parts = ReusedBuffer(device), _RowMemory(device)
+    needs = Needs.find(receivers, tp_group, pp_group, ep_group, etp_group)
+    memory, parts = ReusedBuffer(device), _RowMemory(device)
     for row, name in rows:
         group = tp_group if row.expert is None else etp_group
         size = group.size() if group is not None and row.shard_dim is not None else 1
@@ -66,8 +69,10 @@ def iter_hf_tensors(
         if local is None:
             local = torch.empty(local_shape(row, shape, size=size), dtype=places[name].dtype, device=device)
         local = local.detach()
-        _bring(local, places[name], pp_group, ep_group)
-        shards = _gather(local, group, size, gathered)
+        _bring(local, places[name], needs, pp_group, ep_group)
+        shards = _gather(local, group, size, needs, memory)
+        if shards is None:
+            continue
         if row.layout is Layout.PLAIN and row.shard_dim == 0:
             shards = shards.flatten(0, 1).unsqueeze(0)  # they lie in memory as the whole tensor does
         parts.begin(shards)
@@ -79,10 +84,10 @@ def _places(tensors: dict[str, Tensor], pp_group: Group, ep_group: Group) -> dic
     """The place of every tensor of the whole model, the same on all ranks of the groups."""
     own = {name: tensor.dtype for name, tensor in tensors.items()}
     stage: dict[str, tuple[int | None, torch.dtype]] = {}
-    for rank, names in enumerate(_all_gather_object(own, ep_group)):
+    for rank, names in enumerate(gathered(own, ep_group)):
         stage |= {name: (rank if ".experts." in name else None, dtype) for name, dtype in names.items()}
     places: dict[str, _Place] = {}
-    for number, held in enumerate(_all_gather_object(stage, pp_group)):
+    for number, held in enumerate(gathered(stage, pp_group)):
         for name, (expert_rank, dtype) in held.items():
             # the copy that a tied last stage keeps of the embedding has its own name: no name is held twice
             places[name] = _Place(number, expert_rank, dtype)
@@ -107,25 +112,38 @@ def _check_complete(
         )
 
 
-def _bring(local: Tensor, place: _Place, pp_group: Group, ep_group: Group) -> None:
-    """Fills `local` on ranks that do not hold the tensor: first along the pipeline, then among expert ranks.
+def _bring(local: Tensor, place: _Place, needs: Needs, pp_group: Group, ep_group: Group) -> None:
+    """Fills `local` on ranks that need the tensor and do not hold it: along the pipeline, then among expert ranks.
 
     Across stages, which may be on other machines, only the ranks that need it for the second step take part.
     """
-    holds_expert = place.expert_rank is None or ep_group is None or ep_group.rank() == place.expert_rank
-    if pp_group is not None and pp_group.size() > 1 and holds_expert:
+    of_expert = place.expert_rank is not None
+    holds_expert = not of_expert or ep_group is None or ep_group.rank() == place.expert_rank
+    if pp_group is not None and holds_expert and needs.along_pipeline(place.stage, expert=of_expert):
         dist.broadcast(local, group=pp_group, group_src=place.stage)
-    if place.expert_rank is not None and ep_group is not None and ep_group.size() > 1:
+    if of_expert and ep_group is not None and needs.among_experts(place.expert_rank):
         dist.broadcast(local, group=ep_group, group_src=place.expert_rank)
 
 
-def _gather(local: Tensor, group: Group, size: int, buffer: ReusedBuffer) -> Tensor:
-    """[size, ...]: the tensors of all ranks of `group`, in rank order, in `buffer` where there are several."""
+def _gather(local: Tensor, group: Group, size: int, needs: Needs, memory: ReusedBuffer) -> Tensor | None:
+    """[size, ...]: the tensors of all ranks of `group`, in rank order; None on a rank that does not want them.
+
+    They lie in `memory` where there are several.
+    """
+    wanting = needs.wanting(group)
     if size == 1:
-        return local.unsqueeze(0)
-    gathered = buffer.take(size * local.nbytes).view(local.dtype).view(size, *local.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), local.contiguous(), group=group)
-    return gathered
+        return local.unsqueeze(0) if (0 if group is None else group.rank()) in wanting else None
+    if not wanting:
+        return None
+    if len(wanting) == 1 and group.rank() not in wanting:
+        dist.gather(local.contiguous(), group=group, group_dst=wanting[0])
+        return None
+    together = memory.take(size * local.nbytes).view(local.dtype).view(size, *local.shape)
+    if len(wanting) == 1:
+        dist.gather(local.contiguous(), list(together), group=group, group_dst=wanting[0])
+    else:
+        dist.all_gather_into_tensor(together.flatten(0, 1), local.contiguous(), group=group)
+    return together if group.rank() in wanting else None
 
 
 class _RowMemory:
@@ -146,11 +164,3 @@ class _RowMemory:
             self._row = self._buffer.take(self._row.nbytes).view(self._row.dtype)
         start, self._used = self._used, self._used + math.prod(shape)
         return self._row[start : self._used].view(shape)
-
-
-def _all_gather_object(value: object, group: Group) -> list:
-    if group is None or group.size() == 1:
-        return [value]
-    gathered: list = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered

@@ -296,7 +296,7 @@ class WeightUpdater:
         """
         if not self._senders & self._partners:
             return 0, 0
-        tensors = self._export(model)
+        tensors = self._export(model, self._senders)
         try:
             return self._send_buckets(tensors) if self._transports else (0, 0)
         finally:
@@ -322,7 +322,7 @@ class WeightUpdater:
         if LEAD not in self._partners:
             return
         source = self._source
-        tensors = self._export(model)
+        tensors = self._export(model, {LEAD})
         if source.parallel.rank != LEAD:
             for _ in tensors:
                 pass
@@ -339,8 +339,8 @@ class WeightUpdater:
         if wrong:
             raise WeightSyncError("; ".join(wrong))
 
-    def _export(self, model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) of the whole model; collective over this rank's partners."""
+    def _export(self, model: nn.Module | Sequence[nn.Module], receivers: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor) of the whole model on the `receivers`; collective over this rank's partners."""
         shape, family, parallel = self._source.shape, self._source.family, self._source.parallel
         return iter_hf_tensors(
             model,
@@ -350,6 +350,7 @@ class WeightUpdater:
             pp_group=parallel.pp_group,
             ep_group=parallel.ep_group,
             etp_group=parallel.etp_group,
+            receivers=receivers,
         )
 
     def _find_partners(self) -> set[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
 from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import read_hf_config
+from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
 from slimrl.weights.load import load_hf_checkpoint
 from slimrl.weights.roles import EngineEndpoint
 from slimrl.weights.shape import ModelShape
@@ -72,3 +72,42 @@ def push(
     check_equal = not any(engine.has_stages for engine in engines)
     (result,) = pushes(rank, world_size, init_method, args, hf_dir, engines, way, [version], folder, check_equal)
     return result if isinstance(result, str) else (result.bytes, result.buckets)
+
+
+def export_to(
+    rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, receivers: set[int] | None
+) -> tuple[int, list[str], int, int, int]:
+    """Exports a model loaded from `hf_dir`.
+
+    (tensors that came, names of those that differ from the folder's, bytes of tensors held here, bytes of broadcasts
+    that this rank took part in, number of its gathers).
+    """
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+
+    from slimrl.megatron import model, parallel
+    from slimrl.weights.export import iter_hf_tensors
+    from slimrl.weights.megatron_names import global_tensors
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
+    built = model.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    load_hf_checkpoint(built, shape, family, hf_dir, **places)
+    groups = {f"{axis}_group": getattr(state, f"{axis}_group") for axis in ("pp", "ep", "etp")}
+    came, different = 0, []
+    with (
+        HfCheckpoint(hf_dir) as checkpoint,
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
+        mock.patch.object(dist, "gather", wraps=dist.gather) as gather,
+        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather_to_all,
+    ):
+        for name, tensor in iter_hf_tensors(built, shape, family, state.tp_group, **groups, receivers=receivers):
+            came += 1
+            different += [] if torch.equal(tensor, checkpoint.tensor(name)) else [name]
+    held = sum(tensor.nbytes for tensor in global_tensors(built).values())
+    brought = sum(call.args[0].nbytes for call in broadcast.call_args_list)
+    parallel.shutdown()
+    return came, different, held, brought, gather.call_count + gather_to_all.call_count

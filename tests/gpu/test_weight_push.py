@@ -1,0 +1,80 @@
+"""Weights from a trainer on a GPU into real servers on GPUs: by CUDA IPC on the same GPU, by NCCL on another.
+
+The proof of equality compares every tensor bit for bit; it uses the checksums that servers compute on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.server import ServerProcess
+from slimrl.weights.roles import EngineEndpoint
+from tests.megatron.launch import RankPool
+from tests.megatron.tiny import save_qwen3, tiny_args
+from tests.weights import ranks
+from tests.weights.proxy import UPDATES, Proxy, refuse
+
+pytestmark = pytest.mark.slow
+OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "mem_fraction_static": 0.2, "max_running_requests": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models of the same shape: the first is what the servers start with."""
+    root = tmp_path_factory.mktemp("models")
+    return [save_qwen3(root / str(seed), seed=seed) for seed in range(2)]
+
+
+@pytest.fixture
+def server_on(folders: list[Path], tmp_path: Path) -> Iterator[Callable[[int], str]]:
+    """`server_on(1)` starts a server on that GPU and returns its URL."""
+    started: list[ServerProcess] = []
+
+    def start(gpu: int) -> str:
+        server = ServerProcess(folders[0], log_path=tmp_path / f"{gpu}.log", options=OPTIONS, base_gpu_id=gpu)
+        started.append(server)
+        server.start()
+        server.wait_ready(300)
+        return server.url
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def push(folder: Path, url: str, slot: int, way: str, versions: list[str], tmp_path: Path) -> list:
+    """The reports, or texts of errors, of a trainer on GPU 0."""
+    args, engines = tiny_args(bf16=True), [EngineEndpoint(url, [slot])]
+    with RankPool(1) as pool:
+        (results,) = pool.run(ranks.pushes, args, folder, engines, way, versions, tmp_path / "updates", timeout_s=300)
+    return results
+
+
+def test_a_server_on_the_same_gpu_opens_the_trainers_memory(server_on, folders, tmp_path):
+    url = server_on(0)
+    first, second = push(folders[1], url, 0, "colocated", ["1", "2"], tmp_path)
+    assert (first.attempts, second.attempts) == (1, 1) and first.buckets > 5
+    assert ServerControl(url).weight_version() == "2"
+
+
+@pytest.mark.parametrize("way", ["split", "disk"])
+def test_a_server_on_another_gpu_gets_the_weights(way, need_gpus, server_on, folders, tmp_path):
+    need_gpus(2)
+    url = server_on(1)
+    first, second = push(folders[1], url, 1, way, ["1", "2"], tmp_path)
+    assert (first.attempts, second.attempts) == (1, 1)
+    assert ServerControl(url).weight_version() == "2"
+
+
+def test_a_bucket_that_nobody_receives_leaves_no_broadcast_behind(need_gpus, server_on, folders, tmp_path):
+    """NCCL's broadcast never returns by itself: the push must end it, and then either arrive or say that it did not."""
+    need_gpus(2)
+    with Proxy(server_on(1)) as proxy:
+        proxy.tamper(UPDATES["split"], refuse, range(2, 3))
+        (result,) = push(folders[1], proxy.url, 1, "split", ["1"], tmp_path)
+    arrived = not isinstance(result, str)
+    assert result.attempts == 2 if arrived else f"failed on {proxy.url}" in result
