@@ -115,7 +115,7 @@ def of_generation(where: GenerationWhere | None) -> str:
 
 def _samples(samples: Sequence[SampleWhere], blocked_at: str) -> list[str]:
     """The samples by stage and line, the slowest first; of a blocked loop only the one that blocks it, if any does."""
-    chosen = [sample for sample in samples if sample.line == blocked_at] or samples
+    chosen = [sample for sample in samples if blocked_at and sample.line == blocked_at] or samples
     groups: dict[tuple[str, str], list[SampleWhere]] = {}
     for sample in chosen:
         groups.setdefault((sample.stage, sample.line), []).append(sample)

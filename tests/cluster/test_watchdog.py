@@ -1,0 +1,179 @@
+"""A long wait is reported when it is time, says who keeps it, and ends where a limit is set."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import http.server
+import json
+import logging
+import threading
+import time
+
+import pytest
+
+from slimrl.cluster import watchdog
+from slimrl.cluster.event_loop import LoopWatch
+from slimrl.cluster.watchdog import Awaited, Patience, Wait, WaitedTooLongError
+from slimrl.cluster.whereabouts import GenerationWhere, RankWhere, of_generation, of_ranks
+from slimrl.rollout.under_way import SampleWhere
+from slimrl.sglang.loads import ServerLoad, load_of
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands until it is set."""
+
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    made = Clock()
+    monkeypatch.setattr(watchdog, "time", made)
+    return made
+
+
+def test_a_wait_is_reported_after_twice_as_long_each_time(clock, caplog):
+    wait = Wait(Patience(120.0, None), Awaited("train of rollout 7", lambda places: f"{list(places)} are late"))
+    with caplog.at_level(logging.WARNING, "slimrl"):
+        for waited, remaining in ((0, 120), (119, 1), (120, 0), (121, 119), (239, 1), (300, 0), (400, 80)):
+            clock.now = 1000.0 + waited
+            assert wait.remaining() == remaining
+            wait.look([1, 3])
+    reports = [record.getMessage() for record in caplog.records]
+    assert reports == [f"waiting {n} s for train of rollout 7: [1, 3] are late" for n in (120, 300)]
+
+
+def test_a_limit_ends_the_wait_with_the_report(clock):
+    wait = Wait(Patience(0.0, 60.0), Awaited("save after rollout 3", lambda _: "rank 2 in save"))
+    clock.now += 59
+    assert wait.remaining() == 1
+    wait.look([2])
+    clock.now += 1
+    with pytest.raises(WaitedTooLongError) as failure:
+        wait.look([2])
+    assert str(failure.value) == (
+        "waiting 60 s for save after rollout 3: rank 2 in save; the run ends (--watchdog-limit-seconds 60)"
+    )
+
+
+def test_a_watchdog_that_is_off_waits_for_ever(clock):
+    wait = Wait(Patience(0.0, None), Awaited("anything", lambda _: pytest.fail("nobody is to be asked")))
+    assert wait.remaining() is None
+    clock.now += 1e9
+    wait.look([0])
+
+
+def rank(number: int, done: int, **changes) -> RankWhere:
+    values = dict(
+        pid=100 + number,
+        node="10.0.0.1",
+        method="train",
+        micro_batch=done,
+        micro_batches=8,
+        seconds=118.4,
+        state="sleeping",
+        frames=[],
+        log=f"logs/train-rank{number}.log",
+    )
+    return RankWhere(rank=number, **(values | changes))
+
+
+def test_the_rank_that_is_furthest_behind_stands_first():
+    frames = ["/lib/gloo.py:7 all_reduce", "/home/me/slimrl/megatron/trainer.py:80 train"]
+    ranks = [rank(0, 5), rank(1, 5), rank(2, 8, method=None), rank(3, 4, state="stopped"), rank(4, 8, frames=frames)]
+    assert of_ranks([*ranks, None], [0, 1, 3, 4, 5]) == (
+        "rank 5 cannot be asked: no answer of the actor;"
+        " rank 3 (pid 103 on 10.0.0.1) in micro-batch 4 of 8 for 118 s, process stopped"
+        " (stacks in logs/train-rank3.log);"
+        " ranks 0, 1 in micro-batch 5 of 8 for 118 s (stacks in logs/train-rank0.log);"
+        " rank 4 (pid 104 on 10.0.0.1) in its last micro-batch, 8 for 118 s, at /lib/gloo.py:7 all_reduce,"
+        " called from /home/me/slimrl/megatron/trainer.py:80 train (stacks in logs/train-rank4.log);"
+        " rank 2 done"
+    )
+
+
+def generation(**changes) -> GenerationWhere:
+    values = dict(doing="", finished=61, expected=64, samples=[], in_flight=0, blocked_at="", servers=[], log="r.log")
+    return GenerationWhere(**(values | changes))
+
+
+def test_unfinished_samples_are_named_with_what_they_wait_for():
+    samples = [
+        SampleWhere(12, 3, "generation", 120.0, "client.py:149 _post"),
+        SampleWhere(40, 10, "generation", 119.0, "client.py:149 _post"),
+        SampleWhere(41, 10, "the reward", 2.0, ""),
+    ]
+    servers = [ServerLoad("http://a", 2, 0, 0.1), ServerLoad("http://b", 1, 0, 90.0), ServerLoad("http://c")]
+    assert of_generation(generation(samples=samples, in_flight=2, servers=servers)) == (
+        "3 of 64 samples unfinished; samples 12, 40 in generation for 120 s at client.py:149 _post;"
+        " sample 41 in the reward for 2 s; 2 requests in flight; server http://a runs 2 and queues 0,"
+        " server http://b runs 1 and queues 0, but its scheduler has said nothing for 90 s,"
+        " server http://c does not answer"
+    )
+    assert of_generation(None) == "the rollout manager cannot be asked: no answer of the actor"
+
+
+def test_of_a_blocked_loop_the_sample_that_blocks_it_is_named():
+    samples = [
+        SampleWhere(12, 3, "generation", 120.0, "client.py:149 _post"),
+        SampleWhere(13, 3, "generation", 119.0, "hooks.py:4 generate"),
+    ]
+    text = of_generation(generation(samples=samples, blocked_at="hooks.py:4 generate"))
+    assert "event loop is blocked at hooks.py:4 generate" in text
+    assert "sample 13 in generation" in text and "12" not in text.replace("120", "")
+
+
+def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
+    made, block, blocked, go = threading.Event(), threading.Event(), threading.Event(), threading.Event()
+    watches = []
+
+    def blocks():
+        blocked.set()
+        go.wait(60)
+
+    async def loop():
+        watches.append(LoopWatch())
+        made.set()
+        while not block.is_set():
+            await asyncio.sleep(0.001)
+        blocks()
+
+    thread = threading.Thread(target=lambda: asyncio.run(loop()), daemon=True)
+    thread.start()
+    made.wait()
+    turning = asyncio.run(watches[0].blocked_at())
+    block.set()
+    blocked.wait()
+    time.sleep(0.1)  # from the first event into the wait for the second
+    standing = asyncio.run(watches[0].blocked_at())
+    go.set()
+    thread.join()
+    assert (turning, standing) == ("", f"{__file__}:{blocks.__code__.co_firstlineno + 2} blocks")
+
+
+def test_a_servers_load_is_the_sum_over_its_copies_and_the_oldest_sign():
+    now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    loads = [
+        {"num_running_reqs": 3, "num_waiting_reqs": 0, "timestamp": now.timestamp() - 0.5},
+        {"num_running_reqs": 1, "num_waiting_reqs": 2, "timestamp": now.timestamp() - 30},
+    ]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"timestamp": now.isoformat(), "loads": loads}).encode()
+            self.send_response(200 if self.path == "/v1/loads" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert load_of(url, 10.0) == ServerLoad(url, 4, 2, 30.0)
+    assert load_of(url, 1.0) == ServerLoad(url)

@@ -1,0 +1,74 @@
+"""Asking another process where it stands: the right line, and no harm to one that cannot answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slimrl.processes import importable, stacks
+
+pytestmark = pytest.mark.slow
+
+LISTENER = """
+import threading, time
+from slimrl.processes import stacks
+stacks.listen()
+def waits_in_a_thread():
+    time.sleep(600)
+def hangs():
+    print("ready", flush=True)
+    time.sleep(600)
+threading.Thread(target=waits_in_a_thread, daemon=True).start()
+hangs()
+"""
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
+    script, log = tmp_path / "listener.py", tmp_path / "log"
+    script.write_text(LISTENER)
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(script)], stdout=output, stderr=output, env={**os.environ, **importable()}
+        )
+    while "ready" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.01)
+    yield process, log
+    process.kill()
+    process.wait()
+
+
+def test_the_main_threads_line_is_named_while_it_hangs(listener):
+    process, log = listener
+    for _ in range(2):  # the second dump is told from the first
+        frames = stacks.frames_of(process.pid, log)
+        file = log.with_name("listener.py")
+        assert frames == [f"{file}:9 hangs", f"{file}:11 <module>"]
+        assert "waits_in_a_thread" in log.read_text()
+    assert process.poll() is None
+
+
+def test_a_stopped_process_is_called_stopped_and_gives_no_frames(listener):
+    process, log = listener
+    process.send_signal(signal.SIGSTOP)
+    while stacks.state(process.pid) != "stopped":
+        time.sleep(0.01)
+    assert stacks.frames_of(process.pid, log) == []
+
+
+def test_a_process_that_does_not_listen_is_left_alone(tmp_path):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert stacks.frames_of(process.pid, tmp_path / "log") == []
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        process.kill()
+    assert stacks.state(process.pid) == "gone"
+    assert stacks.frames_of(process.pid, tmp_path / "log") == []

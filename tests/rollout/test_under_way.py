@@ -1,0 +1,79 @@
+"""Which samples are unfinished, in which stage and at which line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.under_way import running_line
+
+HOOKS = """
+import asyncio
+from slimrl.data.sample import SampleStatus
+
+async def generate(args, sample, sampling_params):
+    if sample.index == 5:
+        await wait_for_ever()
+    sample.tokens = sample.tokens + [1]
+    sample.response_length, sample.response, sample.loss_mask = 1, "x", [1]
+    sample.rollout_log_probs, sample.status = [-1.0], SampleStatus.COMPLETED
+    return sample
+
+async def wait_for_ever():
+    await asyncio.gather(asyncio.Event().wait())
+
+async def reward(args, sample):
+    if sample.index == 2:
+        await asyncio.sleep(600)
+    return 1.0
+"""
+
+
+def test_the_two_samples_that_hang_are_named_with_stage_and_line(make_args, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "hanging_hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = make_args(
+        custom_generate_function_path="hanging_hooks.generate", custom_rm_path="hanging_hooks.reward", rm_type=None
+    )
+
+    async def scenario():
+        generator = RolloutGenerator(args, tokenizer, client=None)
+        rollout = asyncio.create_task(generator.generate_rollout(0, RolloutDataSource(args, tokenizer)))
+        while generator.progress() != (6, 8):
+            await asyncio.sleep(0)
+        where = await asyncio.to_thread(generator.under_way)
+        rollout.cancel()
+        await asyncio.gather(rollout, return_exceptions=True)
+        left = generator.under_way()
+        generator.close()
+        return where, left
+
+    where, left = asyncio.run(scenario())
+    file = tmp_path / "hanging_hooks.py"
+    assert {(sample.index, sample.group_index, sample.stage, sample.line) for sample in where} == {
+        (5, 2, "generation", f"{file}:14 wait_for_ever"),
+        (2, 1, "the reward", f"{file}:18 reward"),
+    }
+    assert left == []
+    sys.modules.pop("hanging_hooks")
+
+
+def test_the_line_of_a_thread_is_the_innermost_one_outside_of_libraries():
+    ready, go = threading.Event(), threading.Event()
+
+    def waits():
+        ready.set()
+        go.wait()
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    ready.wait()
+    while not (line := running_line(sys._current_frames()[thread.ident])).endswith(" waits"):
+        pass
+    go.set()
+    thread.join()
+    assert line == f"{__file__}:{waits.__code__.co_firstlineno + 2} waits"
+    assert running_line(None) == ""
