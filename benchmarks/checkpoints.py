@@ -1,0 +1,216 @@
+"""How fast a training state is saved and loaded, beside plain files of the same bytes; how long --async-save blocks.
+
+    python benchmarks/checkpoints.py [--ranks 2] [--hidden 768] [--layers 8] [--rounds 5] [--folder /tmp]
+
+Each rank of a real trainer (float32, distributed optimizer) takes part: it saves in the way of training, saves in the
+background, and loads. The peer does with plain files what a perfect checkpoint would: every rank writes its share of
+the same bytes from memory into one file and waits for the disk, as `dd conv=fsync` does (which runs once at the end),
+and reads it into fresh memory. Reading is from the page cache on both sides. "preparing" is what --async-save blocks
+training for: gathering the optimizer state over the data-parallel ranks, and the copy; "writing" is the rest.
+Targets: writing at half of the peer's bandwidth or more; preparing takes less than half of a save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHUNK = 8 * 1024**2
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    root = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
+    try:
+        save_model(root / "hf", options.hidden, options.layers)
+        context = multiprocessing.get_context("spawn")
+        results = context.SimpleQueue()
+        ranks = [
+            context.Process(target=measure, args=(rank, options.ranks, root, options, results))
+            for rank in range(options.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit("a rank failed")
+        report(*results.get(), options)
+    finally:
+        shutil.rmtree(root)
+
+
+def model_flags(hidden: int, layers: int) -> dict[str, Any]:
+    """A Qwen3 of these sizes."""
+    return dict(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=hidden // 64,
+        group_query_attention=True,
+        num_query_groups=hidden // 128,
+        kv_channels=64,
+        vocab_size=16384,
+        padded_vocab_size=16384,
+        normalization="RMSNorm",
+        norm_epsilon=1e-6,
+        qk_layernorm=True,
+        swiglu=True,
+        add_bias_linear=False,
+        rotary_base=10000,
+        max_position_embeddings=512,
+    )
+
+
+def save_model(folder: Path, hidden: int, layers: int) -> None:
+    """The same model with random weights, as a Hugging Face folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    flags = model_flags(hidden, layers)
+    config = Qwen3Config(
+        vocab_size=flags["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=flags["ffn_hidden_size"],
+        num_hidden_layers=layers,
+        num_attention_heads=flags["num_attention_heads"],
+        num_key_value_heads=flags["num_query_groups"],
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def measure(rank: int, size: int, root: Path, options: argparse.Namespace, results: Any) -> None:
+    """One rank: `rounds` interleaved rounds after one to warm up; rank 0 tells what they took."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import torch
+    import torch.distributed as dist
+
+    from slimrl.arguments import Arguments
+    from slimrl.megatron import checkpoint
+    from slimrl.megatron.checkpoint_saver import CheckpointSaver
+    from slimrl.megatron.retention import Retention
+    from slimrl.megatron.trainer import MegatronTrainer
+
+    args = Arguments(
+        **model_flags(options.hidden, options.layers),
+        ref_load=str(root / "hf"),
+        hf_checkpoint=str(root / "hf"),
+        use_distributed_optimizer=True,
+        expert_tensor_parallel_size=1,
+        num_rollout=1,
+        num_steps_per_rollout=1,
+        lr_decay_style="constant",
+    )
+    trainer = MegatronTrainer(args, rank=rank, world_size=size, local_rank=0, init_method=f"file://{root}/store")
+    state = checkpoint.TrainingState(
+        trainer.stages, trainer.optimizer, trainer.scheduler, trainer.parallel, "every weight trained"
+    )
+    wait = datetime.timedelta(minutes=10)
+    savers = {later: CheckpointSaver(background=later, retention=Retention(), timeout=wait) for later in (False, True)}
+    timed: dict[str, list[float]] = {}
+
+    def clock(name: str, step: Callable[[], object]) -> None:
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        dist.barrier()
+        timed.setdefault(name, []).append(time.perf_counter() - started)
+
+    def save(later: bool) -> None:
+        def take() -> checkpoint.Snapshot:
+            return checkpoint.take_snapshot(state, 0, {}, with_optimizer=True, copy=later)
+
+        savers[later].save(root / "save", 0, take)
+
+    def load() -> None:
+        found = checkpoint.find_checkpoint(root / "save")
+        checkpoint.load_stages(trainer.stages, found.path)
+        checkpoint.load_training_state(state, found, load_optimizer=True, load_random_state=True)
+
+    plain = root / f"plain{rank}"
+    for _ in range(options.rounds + 1):
+        clock("save", lambda: save(False))
+        clock("load", load)
+        total = sum(path.stat().st_size for path in (root / "save" / "iter_0000000").iterdir())
+        content = torch.ones(total // size, dtype=torch.uint8).numpy()
+        clock("plain write", lambda content=content: write(plain, content))
+        clock("plain read", lambda: read(plain))
+        plain.unlink()
+        shutil.rmtree(root / "save", ignore_errors=True)
+        clock("preparing", lambda: save(True))
+        clock("writing", savers[True].finish)
+        shutil.rmtree(root / "save", ignore_errors=True)
+    if rank == 0:
+        clock("dd", lambda: dd(root, total))
+    else:
+        dist.barrier()
+        dist.barrier()
+    if rank == 0:
+        results.put(({name: taken[name != "dd" :] for name, taken in timed.items()}, total))
+    savers[True].close()
+    trainer.close()
+
+
+def write(path: Path, content: Any) -> None:
+    """A file with `content`, on the disk when this returns."""
+    view = memoryview(content)
+    with path.open("wb", buffering=0) as file:
+        for begin in range(0, len(view), CHUNK):
+            file.write(view[begin : begin + CHUNK])
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> None:
+    """The file into fresh memory."""
+    content = memoryview(bytearray(path.stat().st_size))
+    with path.open("rb", buffering=0) as file:
+        begin = 0
+        while begin < len(content):
+            begin += file.readinto(content[begin : begin + CHUNK])
+
+
+def dd(root: Path, size: int) -> None:
+    """The same bytes by `dd`, out of nothing, with its wait for the disk."""
+    line = ["dd", "if=/dev/zero", f"of={root}/dd", "bs=8M", f"count={size // CHUNK}", "conv=fsync", "status=none"]
+    subprocess.run(line, check=True)
+
+
+def report(seconds: dict[str, list[float]], size: int, options: argparse.Namespace) -> None:
+    """The table."""
+    median = {name: statistics.median(taken) for name, taken in seconds.items()}
+    spread = {name: f"({min(taken):.2f} to {max(taken):.2f})" for name, taken in seconds.items()}
+    print(f"{size / 1e9:.2f} GB of state, {options.ranks} ranks; medians of {options.rounds} interleaved rounds")
+    print(f"{'':36}{'seconds':>8}  {'spread':18}{'MB/s':>7}  ratio to the plain files")
+    peers = {"save": "plain write", "writing": "plain write", "load": "plain read", "dd": "plain write"}
+    for name in ("plain write", "dd", "save", "writing", "plain read", "load"):
+        ratio = f"{median[peers[name]] / median[name]:.2f}" if name in peers else "1"
+        print(f"{name:36}{median[name]:8.2f}  {spread[name]:18}{size / 1e6 / median[name]:7.0f}  {ratio}")
+    share = f"{median['preparing'] / median['save']:.2f} of a save"
+    print(f"{'preparing: --async-save blocks':36}{median['preparing']:8.2f}  {spread['preparing']:18}{'':7}  {share}")
+
+
+if __name__ == "__main__":
+    main()
