@@ -62,7 +62,10 @@ def test_supervised_training_starts_at_transformers_loss_and_learns_without_engi
     conversations = [conversation(number % 10) for number in range(8)]
     data = tmp_path / "conversations.jsonl"
     data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    started = harness.start("train_async.py", tiny.flags(prompt_data=data, **FLAGS), tmp_path, "sft", tiny.home)
+    saving = {"save": tmp_path / "checkpoints", "save_interval": 5, "save_total_limit": 2, "async_save": True}
+    saving |= {"save_hf": tmp_path / "hf_{rollout_id}", "load": tmp_path / "checkpoints"}
+    flags = tiny.flags(prompt_data=data, **FLAGS, **saving)
+    started = harness.start("train_async.py", flags, tmp_path, "sft", tiny.home)
     done = started.finish(200)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
@@ -70,3 +73,11 @@ def test_supervised_training_starts_at_transformers_loss_and_learns_without_engi
     assert losses[0] == pytest.approx(negative_log_likelihood(tiny.model, conversations), rel=1e-5)
     assert losses[-1] < losses[0] / 2
     assert "sglang" not in done.output.lower().replace(str(tmp_path).lower(), "")
+    assert f"--load {tmp_path}/checkpoints holds no checkpoint yet: a fresh start from --ref-load" in done.output
+    assert f"saving {tmp_path}/checkpoints/iter_0000014 in the background" in done.output
+    kept = ["iter_0000014", "iter_0000019", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
+    for saved in (4, 9, 14):  # what was exported while training went on is what the next rollout was trained with
+        exported = negative_log_likelihood(tmp_path / f"hf_{saved}", conversations)
+        assert losses[saved + 1] == pytest.approx(exported, rel=1e-5)
+    assert (tmp_path / "hf_19" / "config.json").is_file()
