@@ -99,6 +99,7 @@ class _OutputLogProbs(torch.autograd.Function):
                 _add_product(hidden_grad, gradient, part)
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[piece])
+            del gradient  # else it would be there beside the next piece
         hidden_grad = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None
 

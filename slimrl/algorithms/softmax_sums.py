@@ -106,17 +106,18 @@ def logit_gradient(
     """
     log_p = _shifted(logits, shift, temperature)
     result = log_p.exp()
-    if entropy_grad is not None:
-        weight = log_p.add_(entropy[:, None]).mul_(entropy_grad[:, None])
-        result.mul_(weight if log_prob_grad is None else weight.add_(log_prob_grad[:, None]))
-    elif log_prob_grad is not None:
-        result.mul_(log_prob_grad[:, None])
-    result.neg_()
+    # p (scale log p + offset), both by row, so that the matrices are gone through as few times as can be.
+    offset = torch.zeros_like(shift) if log_prob_grad is None else log_prob_grad / -temperature
+    if entropy_grad is None:
+        result.mul_(offset[:, None])
+    else:
+        scale = entropy_grad / -temperature
+        result.mul_(log_p.mul_(scale[:, None]).add_(torch.addcmul(offset, scale, entropy)[:, None]))
     if log_prob_grad is not None and result.numel():
         # scatter_, not scatter_add_: one target per row, and deterministic on every device.
         index, here = _index(targets, logits.shape[1])
-        result.scatter_(1, index, result.gather(1, index) + (log_prob_grad * here)[:, None])
-    return result if temperature == 1 else result.div_(temperature)
+        result.scatter_(1, index, result.gather(1, index) - (offset * here)[:, None])
+    return result
 
 
 def _index(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:

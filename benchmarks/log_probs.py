@@ -1,0 +1,169 @@
+"""Log-probabilities and entropies of tokens, forward and backward: time per token, and memory against the logits'.
+
+    python benchmarks/log_probs.py [--tokens 512 1536 2048] [--hidden 1024] [--vocab 37984] [--rounds 5]
+
+Two tables. From logits: slimrl's `vocab_parallel_log_probs` beside plain torch (log_softmax, gather, entropy, with
+autograd) and megatron-core's `vocab_parallel_cross_entropy`, which has no entropy. From hidden states, the output
+layer's three matrix products included: slimrl's `output_log_probs`, which keeps no logits and does a fourth, beside the
+same layer with its logits kept and plain torch. The default vocabulary is Qwen3's over four tensor-parallel slots.
+
+Targets: from logits less than 0.1 of their bytes beside them and their gradient; from hidden states not slower than
+1.35 times the layer that keeps its logits. The ways run in turn, round by round; times are medians of processor time,
+of which a busy machine takes nothing. Memory is the most that tensors made on the way held at once, seen after every
+operation, without what the gradients of the inputs take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slimrl.algorithms.log_probs import vocab_parallel_log_probs
+from slimrl.algorithms.output_log_probs import output_log_probs
+
+Way = Callable[[list[Tensor], Tensor], Tensor]
+
+
+class LiveBytes(TorchDispatchMode):
+    """`peak`: the most bytes that tensors made inside the block held together, without one of `ignored` bytes."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self._ignored = ignored
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        inputs = tree_leaves((args, kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in inputs if isinstance(tensor, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in given and storage._cdata not in self._made:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        sizes = [size for _, size in self._made.values()]
+        if self._ignored in sizes:
+            sizes.remove(self._ignored)
+        self.peak = max(self.peak, sum(sizes))
+        return result
+
+
+def torch_scores(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of log-probabilities and entropies, with torch's own functions."""
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(1, targets[:, None]).sum() - (log_p.exp() * log_p).sum()
+
+
+def own_scores(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same by slimrl."""
+    log_probs, entropy = vocab_parallel_log_probs(logits, targets, vocab_size=logits.shape[1], group=None)
+    return log_probs.sum() + entropy.sum()
+
+
+def megatron_scores(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities alone, by megatron-core; it overwrites the logits, so that they are copied first."""
+    return -vocab_parallel_cross_entropy(logits.clone()[:, None], targets[:, None]).sum()
+
+
+def own_output(inputs: list[Tensor], targets: Tensor) -> Tensor:
+    """Output layer and scores without logits."""
+    hidden, weight = inputs
+    log_probs, entropy = output_log_probs(hidden, weight, targets, vocab_size=weight.shape[0], group=None)
+    return log_probs.sum() + entropy.sum()
+
+
+FROM_LOGITS: dict[str, Way] = {
+    "torch: log_softmax, gather, entropy": lambda inputs, targets: torch_scores(inputs[0], targets),
+    "megatron-core: cross entropy only": lambda inputs, targets: megatron_scores(inputs[0], targets),
+    "slimrl": lambda inputs, targets: own_scores(inputs[0], targets),
+}
+FROM_HIDDEN: dict[str, Way] = {
+    "torch: matmul, then the same": lambda inputs, targets: torch_scores(inputs[0] @ inputs[1].t(), targets),
+    "slimrl, --keep-logits": lambda inputs, targets: own_scores(inputs[0] @ inputs[1].t(), targets),
+    "slimrl": own_output,
+}
+
+
+def measure(ways: dict[str, Way], inputs: list[Tensor], targets: Tensor, rounds: int) -> dict[str, tuple[float, int]]:
+    """Seconds (median) and peak bytes, less those of the gradients, of each way forward and backward."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    peaks = {}
+    for name, way in ways.items():
+        with LiveBytes(inputs[-1].untyped_storage().nbytes()) as live:  # the larger gradient, or the only one
+            torch.autograd.grad(way(inputs, targets), inputs)
+        peaks[name] = live.peak
+    for _ in range(rounds):
+        for name, way in ways.items():
+            started = time.process_time()
+            torch.autograd.grad(way(inputs, targets), inputs)
+            taken[name].append(time.process_time() - started)
+    return {name: (statistics.median(taken[name]), peaks[name]) for name in ways}
+
+
+def table(
+    title: str, found: dict[int, dict[str, tuple[float, int]]], vocab: int, columns: tuple[str, ...], note: str
+) -> None:
+    """One line for each way and number of tokens; `columns` are the ways that ratios are to."""
+    print(f"\n{title}")
+    ratios = "".join(f"{'time / ' + name.split(':')[0]:>30}" for name in columns)
+    print(f"{'tokens':>6}  {'way':38}{'ns/token':>10}{'memory / logits':>17}{ratios}")
+    for tokens, ways in found.items():
+        for name, (seconds, size) in ways.items():
+            against = "".join(f"{seconds / ways[peer][0]:30.2f}" for peer in columns)
+            share = size / (4 * tokens * vocab)
+            print(f"{tokens:6}  {name:38}{1e9 * seconds / tokens:10,.0f}{share:17.3f}{against}")
+    print(note)
+
+
+def main() -> None:
+    """Measures and prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1536, 2048])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=151936 // 4)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    from_logits, from_hidden = {}, {}
+    for tokens in options.tokens:
+        targets = torch.randint(0, options.vocab, (tokens,))
+        hidden = torch.randn(tokens, options.hidden, requires_grad=True)
+        weight = (torch.randn(options.vocab, options.hidden) / options.hidden**0.5).requires_grad_()
+        logits = (hidden @ weight.t()).detach().requires_grad_()
+        from_logits[tokens] = measure(FROM_LOGITS, [logits], targets, options.rounds)
+        from_hidden[tokens] = measure(FROM_HIDDEN, [hidden, weight], targets, options.rounds)
+    print(
+        f"float32, hidden {options.hidden}, vocabulary {options.vocab:,}, one thread, forward and backward, medians of"
+        f" {options.rounds} interleaved rounds"
+    )
+    peers = tuple(name for name in FROM_LOGITS if name != "slimrl")
+    table("from logits", from_logits, options.vocab, peers, "memory: beside the logits and their gradient")
+    peers = tuple(name for name in FROM_HIDDEN if name != "slimrl")
+    table(
+        "from hidden states",
+        from_hidden,
+        options.vocab,
+        peers,
+        "memory: beside hidden states and weight, and the gradient of the weight",
+    )
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
