@@ -2,6 +2,7 @@
 
 Promises: deterministic; every sample exactly once; steps of `global_batch_size` samples in their order;
 the same number of micro-batches on every rank; none empty; none above the cap except a longer sample alone.
+A row is the k-th micro-batch of every rank: ranks that exchange data in every layer work on it together.
 Called by the rollout manager.
 """
 
@@ -41,9 +42,9 @@ def schedule_batch(
     there are as few as can be found; with None they hold `micro_batch_size` samples. The ranks of a context-parallel
     group share a micro-batch, so that it holds `context_parallel_size` times as many tokens. A rank's micro-batches
     of a step come in whole groups of `micro_batch_group`, as virtual pipeline stages take them. `balance` evens out
-    over the ranks the cost `length + length**2 / break_even_tokens` (linear layers + attention); without it samples
-    stay in their order as far as the packing allows. `samples_per_step` and `tokens_per_step` count the samples and
-    the trained tokens of all ranks.
+    over the ranks, in all and in each row, the cost `length + length**2 / break_even_tokens` (linear layers +
+    attention); without it the micro-batches stand in the order of their first samples. `samples_per_step` and
+    `tokens_per_step` count the samples and the trained tokens of all ranks.
 
     Raises ValueError where the samples do not divide into steps, ranks or micro-batches.
     """
@@ -101,10 +102,17 @@ def _fixed_size(rows: range, costs: Sequence[float], size: int, ranks: int, bala
 def _under_cap(
     rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int, balance: bool
 ) -> list[bins.Bins]:
-    """As few micro-batches under the cap as can be found; rows ascending in each."""
+    """As few micro-batches under the cap as can be found; rows ascending in each.
+
+    Unbalanced they are dealt out in turn, in the order of their first rows: a run of them for each rank would give the
+    last one all of the longest samples, which stand alone.
+    """
     packed = bins.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks, group)
     dealt = [[sorted(rows[position] for position in group) for group in rank] for rank in packed]
-    return dealt if balance else _in_order([group for rank in dealt for group in rank], ranks)
+    if balance:
+        return dealt
+    in_order = sorted(group for rank in dealt for group in rank)
+    return [in_order[rank::ranks] for rank in range(ranks)]
 
 
 def _in_order(groups: bins.Bins, ranks: int) -> list[bins.Bins]:

@@ -95,6 +95,13 @@ def test_static_micro_batches_keep_the_order_and_give_each_rank_a_run_of_it():
     assert first.micro_batches == second.micro_batches == [[[0, 1], [2, 3]]]
 
 
+def test_dynamic_micro_batches_are_dealt_out_in_turn_where_they_are_not_balanced():
+    first, second = schedule([8] * 6, data_parallel_size=2, max_tokens_per_micro_batch=8)
+    assert first.sample_ids.tolist() == [100, 102, 104]
+    assert second.sample_ids.tolist() == [101, 103, 105]
+    assert first.micro_batches == second.micro_batches == [[[0], [1], [2]]]
+
+
 def test_dynamic_micro_batches_are_as_few_as_the_cap_allows():
     (batch,) = schedule([3, 9, 4, 8, 5, 7, 6, 2], max_tokens_per_micro_batch=11)
     assert len(batch.micro_batches[0]) == 4  # 44 tokens in bins of 11
