@@ -188,7 +188,9 @@ def holdings(stages: Sequence[DistributedDataParallel], optimizer: MegatronOptim
     weights += [tensor for stage in stages for tensor in stage.module.buffers()]
     main = [parameter for adam in _adams(optimizer) for group in adam.param_groups for parameter in group["params"]]
     gradients = [buffer.grad_data for buffer in buffers if buffer.grad_data is not None]
-    gradients += [parameter.grad for parameter in (*parameters, *main) if parameter.grad is not None]
+    # shares of a distributed optimizer are no leaves: their gradients are parts of the buffers
+    leaves = [parameter for parameter in (*parameters, *main) if parameter.is_leaf]
+    gradients += [parameter.grad for parameter in leaves if parameter.grad is not None]
     states = [value for adam in _adams(optimizer) for state in adam.state.values() for value in state.values()]
     kept = [value for value in states if isinstance(value, Tensor)]
     return {"weights": weights, "gradients": gradients, "optimizer": main + kept}

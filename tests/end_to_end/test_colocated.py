@@ -90,6 +90,13 @@ def test_the_weights_of_the_engines_were_compared_with_the_trained_ones(whole):
     assert whole.output.count("equal the trained ones, bit for bit") == 1
 
 
+def test_training_and_engines_left_their_memory_to_each_other_at_every_step(whole):
+    for rank in range(2):
+        assert whole.output.count(f"training rank {rank} sleeps: weights ") == 1
+    phases = ("release_engines", "wake_training", "park_training", "resume_engines")
+    assert all(step["seconds"][phase] > 0 for step in whole.summary["steps"] for phase in phases)
+
+
 def test_nothing_is_left_behind(whole):
     assert whole.left == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +164,7 @@ class Outcome:
     left_asleep: int | None  # bytes of all tensors of this process outside the parked copies
     parked: dict[str, int]
     held: dict[str, float]  # what the parts have to be, by counting weights
+    refusals: list[str]  # what training and saving said while it slept
 
 
 def train(
@@ -170,17 +172,30 @@ def train(
 ) -> Outcome:
     """Three rollouts, with a sleep after each of them or without."""
     trainer = ranks.start(rank, world_size, init_method, args)
-    metrics, left, parked = [], None, {}
+    metrics, left, parked, refusals = [], None, {}, []
     for rollout_id, rollout in enumerate(rollouts):
         metrics += trainer.train(rollout_id, ranks.share_of(trainer, rollout))
         if sleeps:
             trainer.memory.sleep(keep_weights=True)
             parked = trainer.memory.sleep()
             left = _tensor_bytes(trainer)
+            refusals = _refusals(trainer, rollout_id, rollout)
             trainer.memory.wake()
     weights, held = ranks.export(trainer), _held(trainer)
     trainer.close()
-    return Outcome(metrics, weights, left, parked, held)
+    return Outcome(metrics, weights, left, parked, held, refusals)
+
+
+def _refusals(trainer: Any, rollout_id: int, rollout: RolloutBatch) -> list[str]:
+    said = []
+    for action in (
+        lambda: trainer.train(rollout_id, ranks.share_of(trainer, rollout)),
+        lambda: trainer.save(rollout_id, {}, Path("never-made")),
+    ):
+        with pytest.raises(AsleepError) as refused:
+            action()
+        said.append(str(refused.value))
+    return said
 
 
 def _held(trainer: Any) -> dict[str, float]:
@@ -249,4 +264,8 @@ def test_sleeping_after_every_step_changes_nothing_and_leaves_nothing(
         assert one.metrics == other.metrics
         assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
         assert one.parked == pytest.approx(one.held, rel=0.02)  # shares of the optimizer are rounded up
+        assert one.refusals == [
+            "training needs a training rank that is awake, and it is asleep",
+            "saving a checkpoint needs a training rank that is awake, and it is asleep",
+        ]
         assert one.left_asleep < 40_000  # the states of random generators, 5 kB each

@@ -287,6 +287,22 @@ def test_the_flags_of_a_run_say_where_things_lie(tmp_path):
     assert "load" not in summary["paths"]
 
 
+def test_a_step_that_is_about_to_be_saved_is_in_the_file_before_and_reported_once_with_its_last_seconds(
+    tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="slimrl")
+    with open_log(tmp_path) as log:
+        log.step(record(0))
+        log.expect(record(1, seconds={"generate": 1.0, "total": 1.5}))
+        assert steps_of(load_summary(tmp_path)) == [0, 1]  # whoever resumes from that checkpoint finds it
+        assert "step 1 |" not in caplog.text
+        log.step(record(1, seconds={"generate": 1.0, "save": 2.0, "update_weights": 0.5, "total": 2.0}))
+    steps = load_summary(tmp_path)["steps"]
+    assert [step["step"] for step in steps] == [0, 1]
+    assert steps[1]["seconds"] == {"generate": 1.0, "train": 0.0, "update_weights": 0.5, "total": 2.0, "save": 2.0}
+    assert caplog.text.count("step 1 |") == 1
+
+
 def test_what_follows_a_step_is_added_to_its_seconds(tmp_path):
     with open_log(tmp_path) as log:
         log.step(record(0))
