@@ -33,7 +33,7 @@ class StageMemory:
     activations: int  # kept for the backward pass, of all micro-batches in flight
     loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
-    weight_update: int  # the bucket that new weights travel in, when nothing of the three above is there
+    weight_update: int  # the two buckets that new weights travel in, when nothing of the three above is there
     host: int  # in host memory: reference weights, optimizer state with --optimizer-cpu-offload
 
     @property
@@ -109,7 +109,7 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
         activations=int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
         loss=_output_bytes(args, shape, setting) if last else 0,
         backward=working_bytes(shape, setting, parts[number]),
-        weight_update=0 if args.debug_train_only else min(args.update_weight_buffer_size, weights.total * element),
+        weight_update=0 if args.debug_train_only else min(2 * args.update_weight_buffer_size, weights.total * element),
         host=offloaded + (2 * weights.total * element if args.use_reference else 0),
     )
 
