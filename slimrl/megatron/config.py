@@ -144,6 +144,7 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
         "gradient_accumulation_fusion": args.gradient_accumulation_fusion and _has_fused_weight_gradient(),
         # the grouped_gemm package's own module keeps experts in another form than any table of weights describes
         "moe_grouped_gemm": args.moe_grouped_gemm and fused,
+        "recompute_modules": _recomputed_modules(args, fused),
     }
     for name in _NEED_TRANSFORMER_ENGINE:
         overrides[name] = vars(args)[name] and fused
@@ -152,6 +153,22 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
         # fused rotary kernels of latent attention know YaRN only
         overrides["apply_rope_fusion"] = overrides["apply_rope_fusion"] and overrides["rope_type"] == "yarn"
     return overrides
+
+
+def _recomputed_modules(args: Arguments, fused: bool) -> list[str] | None:
+    """--recompute-modules without moe_act where there is no grouped product to recompute it in: it is kept then.
+
+    Raises ValueError for layernorm where megatron-core would ask Transformer Engine, which is absent, for its fp8 state.
+    """
+    modules = args.recompute_modules
+    if modules is None:
+        return None
+    if "layernorm" in modules and not is_cpu() and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            "--recompute-modules layernorm needs Transformer Engine on a machine with GPUs: install it, or leave"
+            " layernorm out"
+        )
+    return [module for module in modules if module != "moe_act" or fused]
 
 
 # kernels only: without them the same numbers are computed in more steps

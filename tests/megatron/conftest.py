@@ -47,6 +47,13 @@ def four_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[RankPool]:
+    """Eight processes."""
+    with RankPool(8) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def models(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Two dense layers."""
     return _convert(one_rank, tmp_path_factory.mktemp("models"), tiny.save_qwen3, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,32 @@ def local_state(trainer: Any) -> dict[str, Tensor]:
             tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
             tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
     return tensors
+
+
+# part of the model that can be recomputed -> how the names of the modules end which are called when it is computed
+_PARTS = {
+    "core_attn": "self_attention.core_attention",
+    "mlp": "layers.0.mlp",
+    "layernorm": "input_layernorm",
+    "moe": "mlp.router",
+    "shared_experts": "mlp.shared_experts",
+    "mla_up_proj": "linear_kv_up_proj",
+}
+
+
+def count_calls(rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, int]:
+    """How often each part of the model is computed while it trains on a rollout."""
+    trainer = start(rank, world_size, init_method, args)
+    calls = dict.fromkeys(_PARTS, 0)
+
+    def count(part: str, *_: Any) -> None:
+        calls[part] += 1
+
+    for stage in trainer.stages:
+        for name, module in stage.named_modules():
+            for part, end in _PARTS.items():
+                if name.endswith(end):
+                    module.register_forward_pre_hook(functools.partial(count, part))
+    trainer.train(0, share_of(trainer, rollout))
+    trainer.close()
+    return calls

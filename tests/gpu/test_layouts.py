@@ -1,0 +1,118 @@
+"""On GPUs every layout trains as plain float64 autograd does, with the collectives and kernels that a CPU lacks.
+
+The truth is computed on the CPU by transformers and torch alone, as in tests/megatron/test_layouts.py, and the
+catalogue of layouts is the same. A layout is skipped where the machine has fewer GPUs than it has ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.megatron import layouts
+from tests.megatron.launch import RankPool
+from tests.megatron.layouts import EP2, ETP2, SPREAD, TP2_SP, Layout, full, selective
+
+pytestmark = pytest.mark.slow
+
+LOCAL = {"transformer_impl": "local"}
+ENGINE = {"transformer_impl": "transformer_engine"}
+FLASH = ENGINE | {"attention_backend": "flash"}
+GROUPED = ENGINE | {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+FP32 = 1e-4  # sums of kernels that divide them as the GPU likes; measured on CPU below 1e-5
+CASES = [(name, kind) for name, layout in layouts.LAYOUTS.items() for kind in layout.kinds]
+IDS = [f"{name}, {kind}" for name, kind in CASES]
+NO_ENGINE = "Transformer Engine is not installed"
+# what gloo, or a machine without the kernels, cannot do: the package that it needs, and the layout
+ONLY_ON_GPUS = {
+    "EP2 with experts cut in two": (None, Layout(4, EP2 | ETP2, kinds=layouts.EXPERTS)),
+    "virtual stages, batched exchange": (
+        None,
+        Layout(4, {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2,
+                   "microbatch_group_size_per_vp_stage": 4, "overlap_p2p_comm": False}, 8),
+    ),
+    "gradients added in the matrix product": (
+        "fused_weight_gradient_mlp_cuda", Layout(1, LOCAL | {"gradient_accumulation_fusion": True}),
+    ),
+    "CP2 by all-gather": ("transformer_engine", Layout(2, ENGINE | {"context_parallel_size": 2,
+                                                                   "cp_comm_type": ["all_gather"]})),
+    "CP2 by all-to-all": ("transformer_engine", Layout(2, ENGINE | {"context_parallel_size": 2,
+                                                                   "cp_comm_type": ["a2a"]}, kinds=("dense", "MoE"))),
+    "experts in one grouped product": ("transformer_engine", Layout(1, GROUPED, kinds=layouts.EXPERTS)),
+    "EP2 in one grouped product": ("transformer_engine", Layout(2, GROUPED | EP2, kinds=layouts.EXPERTS)),
+    "recompute moe_act": ("transformer_engine", Layout(1, GROUPED | selective("moe_act"), kinds=layouts.EXPERTS)),
+    "TP2 SP, whole layers recomputed": ("transformer_engine", Layout(2, ENGINE | TP2_SP | full("uniform", 1))),
+    "EP2 by DeepEP": ("deep_ep", Layout(2, GROUPED | EP2 | {"moe_token_dispatcher_type": "flex",
+                                                           "moe_enable_deepep": True,
+                                                           "moe_router_dtype": "fp32"}, kinds=layouts.EXPERTS)),
+    "state in fewer bits": ("transformer_engine", Layout(2, ENGINE | SPREAD | {
+        "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"})),
+}  # fmt: skip
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
+    return layouts.Models(tmp_path_factory.mktemp("layouts"))
+
+
+def measured(models: layouts.Models, layout: Layout, kind: str, settings: Any, **more: Any) -> layouts.Differences:
+    """What `kind` in `layout`, with `more` flags, is away from the truth; prints it for the record."""
+    args = models.args(layout, kind, settings)
+    for name, value in more.items():
+        assert hasattr(args, name)
+        setattr(args, name, value)
+    with RankPool(layout.ranks) as pool:
+        result = layouts.train(pool, args, models.rollout)
+    found = layouts.differences(args, result, models.truth(kind, layout.layers, settings))
+    print(found)
+    return found
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=IDS)
+def test_every_layout_trains_in_float32_as_plain_autograd_does(name: str, kind: str, models: Any, need_gpus: Any):
+    layout = layouts.LAYOUTS[name]
+    need_gpus(layout.ranks)
+    if "layernorm" in name and not installed("transformer_engine"):
+        pytest.skip(NO_ENGINE)
+    found = measured(models, layout, kind, layouts.SETTINGS, **LOCAL)
+    assert max(found.loss, found.grad_norm, found.weights) < FP32
+
+
+@pytest.mark.skipif(not installed("transformer_engine"), reason=NO_ENGINE)
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=IDS)
+def test_every_layout_with_transformer_engine_and_flash_attention_stays_within_the_bound_of_bfloat16(
+    name: str, kind: str, models: Any, need_gpus: Any
+):
+    layout = layouts.LAYOUTS[name]
+    need_gpus(layout.ranks)
+    # flash attention takes queries and values of one width only, which latent attention has not
+    found = measured(models, layout, kind, layouts.BF16, **(ENGINE if kind == "MLA" else FLASH))
+    assert layouts.within_bf16(found, kind), found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name, (_, layout) in ONLY_ON_GPUS.items() for kind in layout.kinds]
+)
+def test_what_a_cpu_cannot_do_stays_within_the_bound_of_bfloat16(name: str, kind: str, models: Any, need_gpus: Any):
+    package, layout = ONLY_ON_GPUS[name]
+    need_gpus(layout.ranks)
+    if package is not None and not installed(package):
+        pytest.skip(f"{package} is not installed")
+    found = measured(models, layout, kind, layouts.BF16)
+    assert layouts.within_bf16(found, kind), found
+
+
+@pytest.mark.skipif(not installed("transformer_engine"), reason=NO_ENGINE)
+@pytest.mark.parametrize("kind", ["dense", "MoE"])  # widths of latent attention do not divide by 16, as fp8 needs
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_matrix_products_in_fp8_train_near_the_truth(recipe: str, kind: str, models: Any):
+    """e4m3 keeps three bits of a fraction: a unit of rounding is 2^-4, and the gradient may be four of these away."""
+    fp8 = ENGINE | {"fp8_format": "e4m3", "fp8_recipe": recipe, "data_pad_size_multiplier": 128}
+    found = measured(models, Layout(1, {}), kind, layouts.BF16, **fp8)
+    assert max(found.loss, found.grad_norm, found.gradients) < 2**-2

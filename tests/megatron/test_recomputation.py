@@ -1,0 +1,36 @@
+"""What megatron-core is told to recompute where the kernels that recompute it are absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.megatron import config
+from tests.megatron import tiny
+
+
+def selective(*modules: str, **more: Any) -> Any:
+    return tiny.tiny_args(recompute_granularity="selective", recompute_modules=list(modules), **more)
+
+
+def test_the_flag_is_passed_on_and_megatrons_default_is_core_attn():
+    assert config.transformer_config(selective("mlp", "layernorm")).recompute_modules == ["mlp", "layernorm"]
+    assert config.transformer_config(tiny.tiny_args(recompute_granularity="selective")).recompute_modules == [
+        "core_attn"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without grouped products")
+def test_activations_of_experts_are_kept_without_grouped_products_and_the_flag_is_named():
+    args = selective("moe_act", "core_attn", **tiny.MOE_FLAGS, moe_grouped_gemm=True)
+    assert config.transformer_config(args).recompute_modules == ["core_attn"]
+    assert "--moe-grouped-gemm" in config.kernels_without_effect(args)
+
+
+def test_norms_are_not_recomputed_on_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "is_cpu", lambda: False)
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--recompute-modules layernorm needs Transformer Engine on a machine with"):
+        config.transformer_config(selective("layernorm"))
