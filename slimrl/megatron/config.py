@@ -158,7 +158,7 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
 def _recomputed_modules(args: Arguments, fused: bool) -> list[str] | None:
     """--recompute-modules without moe_act where there is no grouped product to recompute it in: it is kept then.
 
-    Raises ValueError for layernorm where megatron-core would ask Transformer Engine, which is absent, for its fp8 state.
+    Raises ValueError for layernorm where megatron-core would ask an absent Transformer Engine for its fp8 state.
     """
     modules = args.recompute_modules
     if modules is None:
