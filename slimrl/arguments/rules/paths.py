@@ -31,6 +31,7 @@ def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Proble
     """No file stands where a folder is to be made."""
     for flag, value in (
         ("--save", args.save),
+        ("--save-hf", args.save_hf),
         ("--runs-dir", args.runs_dir),
         ("--tensorboard-dir", args.tensorboard_dir),
         ("--update-weight-disk-dir", args.update_weight_disk_dir),
