@@ -196,10 +196,8 @@ def kernels_without_effect(args: Arguments) -> list[str]:
     wanted = [name for name in names if name not in _ON_BY_DEFAULT]
     if args.moe_grouped_gemm and not fused:
         wanted.append("moe_grouped_gemm")
-    if args.use_precision_aware_optimizer and not fused:
+    if args.use_precision_aware_optimizer and not fused and not args.optimizer_cpu_offload:
         wanted.append("use_precision_aware_optimizer")
-    if args.optimizer_cpu_offload and is_cpu():
-        wanted.append("optimizer_cpu_offload")
     return ["--" + name.replace("_", "-") for name in wanted]
 
 
@@ -225,8 +223,10 @@ def optimizer_config(args: Arguments) -> OptimizerConfig:
     values["params_dtype"] = parameter_dtype(args)
     # An infinite bound clips nothing but still has the norm computed.
     values["clip_grad"] = args.clip_grad if args.clip_grad > 0 else math.inf
-    values["use_precision_aware_optimizer"] = args.use_precision_aware_optimizer and fused
-    values["optimizer_cpu_offload"] = args.optimizer_cpu_offload and not is_cpu()
+    # with the state in host memory it is no kernel of Transformer Engine's, but the way gradients are handed over
+    values["use_precision_aware_optimizer"] = args.use_precision_aware_optimizer and (
+        fused or args.optimizer_cpu_offload
+    )
     values["fp8_recipe"] = args.fp8_recipe if args.fp8_format is not None else None
     return OptimizerConfig(**values)
 

@@ -173,6 +173,39 @@ def _mend_sharding() -> None:
         adapter.TELinear = type("NoLinear", (), {})
 
 
+def _mend_optimizer_offload() -> None:
+    """What an offloading optimizer moves to the host it tells by `is_cuda`: where all lies on the host, by its rule."""
+    module = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+    for function in _functions(module):
+        function.__code__ = _replace_in_code(function.__code__, {"cuda": "cpu"}, {})
+
+    def divide(
+        self: Any, fraction: float
+    ) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+        most = fraction * sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
+        host: list[Any] = []
+        device: list[Any] = []
+        copies, masters, moved = {}, {}, 0
+        for group in self.param_groups:
+            parts: tuple[list[Any], list[Any]] = ([], [])
+            for parameter in group["params"]:
+                moves, inner = moved < most, parameter
+                if self.param_update_in_fp32 and parameter.dtype != torch.float32:
+                    inner = masters[parameter] = parameter.detach().clone().float()
+                if moves:
+                    moved += parameter.numel()
+                    inner = copies[parameter] = inner if inner is not parameter else parameter.detach().clone()
+                parts[moves].append(inner)
+            for groups, part in zip((device, host), parts, strict=True):
+                if part:
+                    groups.append({**group, "params": part})
+        return host, device, copies, {copy: parameter for parameter, copy in copies.items()}, masters
+
+    module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide
+    # asks for the version of Transformer Engine, also where that has none because it is not there
+    sys.modules["megatron.core.optimizer.optimizer_config"].is_te_min_version = lambda *_, **__: False
+
+
 def _stay_on_cpu_in_cuda_calls() -> None:
     """Read `tensor.cuda()` as a method that leaves the tensor where it is."""
     for module_name, qualified_name, method in _CUDA_METHOD_CALLERS:
@@ -235,6 +268,7 @@ def activate() -> None:
     _unwrap_compiled_functions()
     _accept_cpu_tensor_types()
     _mend_sharding()
+    _mend_optimizer_offload()
     _stay_on_cpu_in_cuda_calls()
     # A default argument is bound when the module is read, before its `torch` is exchanged.
     sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor

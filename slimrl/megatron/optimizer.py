@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
-from slimrl.megatron import fsdp
+from slimrl.megatron import fsdp, hybrid_optimizer
 from slimrl.megatron.config import optimizer_config
 from slimrl.megatron.empty_parts import stand_in
 
@@ -35,6 +36,11 @@ def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOp
         elif isinstance(part, DistributedOptimizer):
             stand_in(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
+    for part in _hybrid_parts(optimizer):
+        for adam in hybrid_optimizer.torch_adams(part.optimizer):
+            _prime(adam)
+        hybrid_optimizer.show_state(part.optimizer)
+        hybrid_optimizer.save_plain_data(part)
     return optimizer
 
 
@@ -48,18 +54,21 @@ def finish_loading(optimizer: MegatronOptimizer) -> None:
         for state in part.optimizer.state.values():
             step = state.get("step")
             state["step"] = torch.tensor(0.0) if step is None else step.detach().clone()
+    for part in _hybrid_parts(optimizer):
+        hybrid_optimizer.finish_loading(part.optimizer)
 
 
 def step_counts(optimizer: MegatronOptimizer) -> set[float]:
     """The distinct step counters over all parameters: one number, unless something is wrong.
 
-    Parameters of which this rank has no part are not stepped here, and do not count.
+    Parameters of which this rank has no part are not stepped here, and do not count; nor do those whose counter is in
+    their group.
     """
     return {
         float(state["step"])
-        for part in _torch_adam_parts(optimizer)
+        for part in (*_torch_adam_parts(optimizer), *_hybrid_parts(optimizer))
         for parameter, state in part.optimizer.state.items()
-        if (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        if (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel() and "step" in state
     }
 
 
@@ -67,6 +76,13 @@ def _torch_adam_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
     """The megatron-core optimizers inside `optimizer` that step with torch's AdamW (not Apex' or TE's)."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
+            yield part
+
+
+def _hybrid_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """Those that step in host memory."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
             yield part
 
 

@@ -14,6 +14,7 @@ MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 10
 EXPERTS = "--num-experts 16 --moe-router-topk 4"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
+OFFLOAD = "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer"
 # rule -> (lines that pass, lines that do not with their sentence)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "expert_flags_have_experts": (
@@ -267,8 +268,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     ),
     "optimizer_state_has_a_holder": (
         [
-            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
-            "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+            "--use-precision-aware-optimizer --exp-avg-dtype fp32",
             "--overlap-param-gather --overlap-grad-reduce",
         ],
         [
@@ -278,14 +278,48 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " --exp-avg-dtype out.",
             ),
             (
-                "--optimizer-cpu-offload --no-use-distributed-optimizer",
-                "--optimizer-cpu-offload needs the distributed optimizer: leave --no-use-distributed-optimizer out, or"
-                " --optimizer-cpu-offload.",
+                "--use-precision-aware-optimizer --no-use-distributed-optimizer",
+                "--use-precision-aware-optimizer needs the distributed optimizer: leave --no-use-distributed-optimizer"
+                " out, or --use-precision-aware-optimizer.",
+            ),
+            (
+                "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+                "--exp-avg-dtype bf16 needs a package that is not installed: install transformer_engine, or leave"
+                " --exp-avg-dtype out.",
+            ),
+            (
+                f"{OFFLOAD} --exp-avg-sq-dtype bf16",
+                "--exp-avg-sq-dtype bf16 is not what --optimizer-cpu-offload keeps, which is fp32: leave one of them"
+                " out.",
             ),
             ("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it."),
+        ],
+    ),
+    "optimizer_in_host_memory_is_complete": (
+        [f"{OFFLOAD} --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction 0.5 --no-pin-cpu-grads"],
+        [
             (
                 "--overlap-cpu-optimizer-d2h-h2d",
-                "--overlap-cpu-optimizer-d2h-h2d belongs to --optimizer-cpu-offload: add it, or leave the first out.",
+                "--overlap-cpu-optimizer-d2h-h2d belongs to --optimizer-cpu-offload: add it, or leave"
+                " --overlap-cpu-optimizer-d2h-h2d out.",
+            ),
+            (
+                "--no-pin-cpu-params",
+                "--no-pin-cpu-params belongs to --optimizer-cpu-offload: add it, or leave --no-pin-cpu-params out.",
+            ),
+            (
+                "--bf16 --optimizer-cpu-offload",
+                "--optimizer-cpu-offload gets gradients in the way of --use-precision-aware-optimizer: add it.",
+            ),
+            (
+                "--no-bf16 --optimizer-cpu-offload --use-precision-aware-optimizer",
+                "--optimizer-cpu-offload keeps fp32 copies of 16-bit weights and cannot load others: add --bf16, or"
+                " leave --optimizer-cpu-offload out.",
+            ),
+            (
+                f"{OFFLOAD} --no-weight-decay-decoupling",
+                "--optimizer-cpu-offload decouples the weight decay: leave --no-weight-decay-decoupling out, or"
+                " --optimizer-cpu-offload.",
             ),
         ],
     ),

@@ -55,8 +55,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " --use-megatron-fsdp.",
             ),
             (
-                f"{FSDP} optim --optimizer-cpu-offload",
-                "--use-megatron-fsdp keeps its state on the device: leave --optimizer-cpu-offload out, or"
+                f"{FSDP} optim --use-precision-aware-optimizer",
+                "--use-megatron-fsdp keeps its state in fp32: leave --use-precision-aware-optimizer out, or"
                 " --use-megatron-fsdp.",
             ),
         ],

@@ -18,7 +18,12 @@ class OffloadArguments:
     optimizer_offload_fraction: float = flag(
         1.0, "part of the optimizer's state that --optimizer-cpu-offload keeps there", at_least=0, at_most=1
     )
-    use_torch_optimizer_for_cpu_offload: bool = flag(False, "torch's own Adam for the state in host memory")
+    use_torch_optimizer_for_cpu_offload: bool = flag(
+        False,
+        "torch's own Adam on the device too",
+        not_served="the state in host memory has torch's Adam in any case, and megatron-core 0.16.1 reads this for no"
+        " other; leave it out",
+    )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "copy gradients and weights while the host steps")
     pin_cpu_grads: bool = flag(
         True, "do not pin the host's copy of gradients", only_off=True, off=("--no-pin-cpu-grads",)

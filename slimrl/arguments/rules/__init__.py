@@ -84,6 +84,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     precision.few_bits_have_their_kernels,
     precision.formats_have_their_settings,
     precision.optimizer_state_has_a_holder,
+    precision.optimizer_in_host_memory_is_complete,
     sharding.sharding_has_its_switch,
     sharding.sharding_fits_the_run,
     precision.skipped_steps_are_bounded_where_they_are_skipped,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import flag_specs
 from slimrl.arguments.groups.model import ModelArguments
+from slimrl.arguments.groups.offload import OffloadArguments
 from slimrl.arguments.groups.optimizer import OptimizerArguments
 from slimrl.arguments.groups.precision import PrecisionArguments
 from slimrl.arguments.namespace import Arguments
@@ -28,6 +29,12 @@ _OF_FP8 = (
     "activation_func_fp8_input_store",
 )
 _OF_FP4 = ("fp4_param_gather", "fp4_recipe")
+_OF_OFFLOAD = (
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
 _FEWER_BITS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -73,6 +80,20 @@ def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[
                 flag,
                 f"{flag} {values[name]} is kept by --use-precision-aware-optimizer only: add it, or leave {flag} out.",
             )
+        elif values[name] != "fp32" and args.optimizer_cpu_offload:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                flag,
+                f"{flag} {values[name]} is not what --optimizer-cpu-offload keeps, which is fp32: leave one of them"
+                " out.",
+            )
+        elif values[name] != "fp32" and importlib.util.find_spec("transformer_engine") is None:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                flag,
+                f"{flag} {values[name]} needs a package that is not installed: install transformer_engine, or leave"
+                f" {flag} out.",
+            )
     for flag, given in (
         ("--use-precision-aware-optimizer", args.use_precision_aware_optimizer),
         ("--optimizer-cpu-offload", args.optimizer_cpu_offload),
@@ -85,11 +106,6 @@ def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[
             )
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         yield Problem("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it.")
-    if args.overlap_cpu_optimizer_d2h_h2d and not args.optimizer_cpu_offload:
-        yield Problem(
-            "--overlap-cpu-optimizer-d2h-h2d",
-            "--overlap-cpu-optimizer-d2h-h2d belongs to --optimizer-cpu-offload: add it, or leave the first out.",
-        )
 
 
 def skipped_steps_are_bounded_where_they_are_skipped(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -101,3 +117,31 @@ def skipped_steps_are_bounded_where_they_are_skipped(args: Arguments, context: C
             f"--max-skipped-steps {args.max_skipped_steps} belongs to --no-check-for-nan-in-loss-and-grad: add it, or"
             " leave --max-skipped-steps out.",
         )
+
+
+def optimizer_in_host_memory_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What --optimizer-cpu-offload needs of megatron-core 0.16.1, and what belongs to it."""
+    if not args.optimizer_cpu_offload:
+        for spec in flag_specs(OffloadArguments):
+            if spec.dest in _OF_OFFLOAD and vars(args)[spec.dest] != spec.default:
+                name = (spec.off if spec.is_switch and not vars(args)[spec.dest] else spec.on)[0]
+                yield Problem(name, f"{name} belongs to --optimizer-cpu-offload: add it, or leave {name} out.")
+        return
+    for kept, sentence in (
+        (
+            args.use_precision_aware_optimizer,
+            "--optimizer-cpu-offload gets gradients in the way of --use-precision-aware-optimizer: add it.",
+        ),
+        (
+            args.bf16 or args.fp16 or {"bf16", "fp16"} & context.broken,
+            "--optimizer-cpu-offload keeps fp32 copies of 16-bit weights and cannot load others: add --bf16, or leave"
+            " --optimizer-cpu-offload out.",
+        ),
+        (
+            args.decoupled_weight_decay,
+            "--optimizer-cpu-offload decouples the weight decay: leave --no-weight-decay-decoupling out, or"
+            " --optimizer-cpu-offload.",
+        ),
+    ):
+        if not kept:
+            yield Problem("--optimizer-cpu-offload", sentence)
