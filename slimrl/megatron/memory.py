@@ -44,6 +44,7 @@ class MemoryReport:
         self._optimizer = optimizer
         self._parallel = parallel
         self._measured_before = False
+        self._noted: dict[str, float] = {}
         self._activations: int | None = None  # of the last step, where it was measured
 
     @contextlib.contextmanager
@@ -64,16 +65,14 @@ class MemoryReport:
         else:
             yield
 
-    def metrics(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """What the step just done adds to its metrics: bytes of the rank that holds most of each kind, and planned.
-
-        Collective over all ranks. The standing memory and the plan are told once, after the first step; `micro_batches`
-        are the step's.
-        """
+    def note(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Takes down the step just done, whose `micro_batches` these are, and logs the first; collective."""
         if self._activations is None:
-            return {}
+            return
         if self._measured_before:
-            return _named({"activations": self._largest([self._activations])[0]}, "memory")
+            name = "memory_activations"
+            self._noted[name] = max(self._noted.get(name, 0.0), float(self._largest([self._activations])[0]))
+            return
         self._measured_before = True
         own = self._standing() | {"activations": self._activations}
         tokens = max(micro_batch.tokens.numel() for micro_batch in micro_batches)
@@ -84,7 +83,16 @@ class MemoryReport:
         planned = {kind: max(stage[kind] for stage in stages) for kind in KINDS}
         if self._parallel.rank == 0 and self._parallel.world_size > 1:
             logger.info("the most of any rank: %s", sentence(most, planned, tokens))
-        return _named(most, "memory") | _named(planned, "planned_memory")
+        self._noted = _named(most, "memory") | _named(planned, "planned_memory")
+
+    def take(self) -> dict[str, float]:
+        """What was noted since the last call, equal on all ranks: bytes of the rank that holds most of each kind.
+
+        The standing memory and the plan are told once. Apart from the steps' own metrics, because it depends on where a
+        process began: a resumed run has the same metrics as one that was not interrupted.
+        """
+        noted, self._noted = self._noted, {}
+        return noted
 
     def _planned(self, tokens: int) -> list[dict[str, int]]:
         """Of each pipeline stage; on a GPU activations are the peak, elsewhere what is kept for the backward pass."""

@@ -51,7 +51,8 @@ class MegatronTrainer:
 
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
     that was resumed, else None), `parallel`, `stages` (the bare GPTModels of this rank: one, but for virtual stages).
-    `memory` puts all of it to sleep and wakes it; a trainer that sleeps refuses to train and to save.
+    `memory` puts all of it to sleep and wakes it; a trainer that sleeps refuses to train and to save. `memory_report`
+    has how much it was.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class MegatronTrainer:
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
         self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
-        self._memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
+        self.memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
         self.memory = memory_of(self._wrapped, self.optimizer, self.parallel.device)
         self._log_prob_settings = LogProbSettings(
             vocab_size=args.vocab_size,
@@ -178,11 +179,12 @@ class MegatronTrainer:
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples
-                with self._memory_report.step():
+                with self.memory_report.step():
                     sums = self._accumulate(micro_batches, columns, divisor, advance)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 step = self._step(sums, where, lambda: columns.broken_samples(batch))
-                metrics.append(step | {"samples": float(samples)} | self._memory_report.metrics(micro_batches))
+                metrics.append(step | {"samples": float(samples)})
+                self.memory_report.note(micro_batches)
         return metrics
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
