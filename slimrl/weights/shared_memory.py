@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slimrl.weights.buckets import Bucket, Entry
+from slimrl.weights.large_pages import collapse
 
 _DEVICE_ARGUMENT = 6  # place of the device number in what `reduce_tensor` returns for a CUDA tensor
 
@@ -58,7 +59,8 @@ class SharedBuffer(Protocol):
 class HostSharedBuffer:
     """One anonymous file in host memory, used again for every bucket that fits.
 
-    With `keep` every bucket has a file of its own, kept until `release`: the whole model's bytes during a push.
+    With `keep` every bucket has a file of its own, kept until `release`: the whole model's bytes during a push. What is
+    used again gets large pages.
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -66,6 +68,7 @@ class HostSharedBuffer:
         self._kept: list[int] = []
         self._descriptor: int | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._collapsed = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """See `BufferSource.take`. Pages cost memory only once written."""
@@ -77,6 +80,9 @@ class HostSharedBuffer:
             self._descriptor = os.memfd_create("slimrl-weights", os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, num_bytes)
             self._buffer = torch.from_file(self._path(), shared=True, size=num_bytes, dtype=torch.uint8)
+            self._collapsed = 0
+        else:
+            self._collapsed = collapse(self._descriptor, self._collapsed)
         return self._buffer[:num_bytes]
 
     def reference(self) -> Reference:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slimrl.weights.buckets import Bucket, iter_buckets
+from slimrl.weights.large_pages import LARGE, collapse
 from slimrl.weights.shared_memory import HostSharedBuffer, Reference, serialize
 from slimrl.weights.transport_tensor import EngineLink
 
@@ -76,3 +77,30 @@ def test_kept_buckets_stay_as_they_are_until_they_are_released():
     assert opened(serialize(bucket_of(buffer, 4.0), [buffer.reference()])) == [4.0] * 4
     buffer.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_buffer_that_is_used_again_keeps_what_is_written_and_its_length(tmp_path):
+    buffer = HostSharedBuffer()
+    size = 3 * LARGE + 4096 + 8  # not whole large pages
+    values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        taken = buffer.take(size)
+        taken.copy_(values)
+        values = values.roll(1)
+    before = taken.clone()
+    assert torch.equal(buffer.take(size), before)  # collapsed by now, where the kernel gives large pages
+    function, arguments = buffer.reference()
+    assert torch.equal(function(*arguments)[:size], before)
+    buffer.close()
+
+
+def test_only_whole_written_large_pages_are_collapsed(tmp_path):
+    with open(tmp_path / "file", "w+b") as file:
+        assert collapse(file.fileno(), 0) == 0
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, 4 * LARGE)
+    os.pwrite(descriptor, b"x" * (2 * LARGE + 100), 0)
+    assert collapse(descriptor, 0) == 2 * LARGE
+    assert collapse(descriptor, 2 * LARGE) == 2 * LARGE
+    assert os.pread(descriptor, 3 * LARGE, 0) == b"x" * (2 * LARGE + 100) + bytes(LARGE - 100)
+    os.close(descriptor)
