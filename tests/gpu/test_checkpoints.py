@@ -63,7 +63,8 @@ def resumed_on(rank: int, world_size: int, init_method: str, args: Arguments) ->
     first = trainer.start_rollout_id
     metrics = []
     for rollout_id in range(first, 2):
-        metrics = trainer.train(rollout_id, ranks.share_of(trainer, tiny.recorded_rollout(rollout_id)))
+        steps = trainer.train(rollout_id, ranks.share_of(trainer, tiny.recorded_rollout(rollout_id)))
+        metrics = [{name: step[name] for name in step if "memory" not in name} for step in steps]
         if rollout_id == 0:
             trainer.save(0, {})
     trainer.close()
