@@ -198,6 +198,8 @@ def kernels_without_effect(args: Arguments) -> list[str]:
         wanted.append("moe_grouped_gemm")
     if args.use_precision_aware_optimizer and not fused and not args.optimizer_cpu_offload:
         wanted.append("use_precision_aware_optimizer")
+    if args.cp_comm_type is not None and args.context_parallel_size > 1 and not fused:
+        wanted.append("cp_comm_type")
     return ["--" + name.replace("_", "-") for name in wanted]
 
 
@@ -207,7 +209,9 @@ _ON_BY_DEFAULT = ("bias_dropout_fusion", "apply_rope_fusion", "masked_softmax_fu
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     """How gradients are kept and reduced over data-parallel ranks."""
     values = _flag_values(DistributedDataParallelConfig, args)
-    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32 or args.bf16
+    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32 or (
+        args.bf16 and not args.grad_reduce_in_bf16
+    )
     # Stages that each run straight through gather their weights one by one; only virtual ones can be aligned.
     values["align_param_gather"] = args.align_param_gather and args.virtual_pipeline_model_parallel_size is not None
     values["check_for_nan_in_grad"] = False  # the step's norm is looked at instead, after the reduction

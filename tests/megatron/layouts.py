@@ -126,6 +126,7 @@ FOUR_RANKS = {
     "PP4": Layout(4, {"pipeline_model_parallel_size": 4}, 4),
     "CP4": Layout(4, {"context_parallel_size": 4}),
     "DP4, distributed optimizer": Layout(4, SPREAD),
+    "TP4 SP": Layout(4, {"tensor_model_parallel_size": 4, "sequence_parallel": True}, kinds=("MLA",)),
     "EP2 PP2": Layout(4, EP2 | PP2, kinds=EXPERTS),
     "EP2 DP2 over its copies": Layout(4, EP2, kinds=EXPERTS),
     "EP4": Layout(4, {"expert_model_parallel_size": 4}, kinds=EXPERTS),

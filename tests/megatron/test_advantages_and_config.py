@@ -259,3 +259,5 @@ def test_kernels_that_this_machine_lacks_are_named():
     }
     wanted.optimizer_cpu_offload = True  # for which it is no kernel
     assert set(kernels_without_effect(wanted)) == {"--moe-permute-fusion", "--moe-grouped-gemm"}
+    assert kernels_without_effect(tiny.tiny_args(cp_comm_type=["a2a"])) == []  # no context parallelism
+    assert kernels_without_effect(tiny.tiny_args(cp_comm_type=["a2a"], context_parallel_size=2)) == ["--cp-comm-type"]
