@@ -128,6 +128,7 @@ class TensorTransport:
 
     def reset(self) -> None:
         """Nothing is left by a failed push but memory that later stages may still read."""
+        self._calls = None
 
     def close(self) -> None:
         """Gives the shared memory up."""
