@@ -85,6 +85,11 @@ class Engine:
             tensor_parallel_size=self._settings.tensor_parallel_size,
         )
 
+    async def memory(self) -> dict[str, float]:
+        """Resident memory of its processes on all nodes, GiB by name."""
+        answers = await asyncio.gather(*(actor.memory.remote() for actor in self._actors))
+        return {name: amount for answer in answers for name, amount in answer.items()}
+
     async def watch(self) -> str:
         """Pending while all processes live; then the message of the first death, when the others were ended."""
         watches = [asyncio.wrap_future(watch.future()) for watch in self._watches]

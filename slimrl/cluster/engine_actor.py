@@ -15,6 +15,7 @@ import ray
 
 from slimrl import platform
 from slimrl.cluster import process_log, working_folder
+from slimrl.processes.memory import resident_gib
 from slimrl.sglang.server import NodePart, ServerProcess
 
 POLL_INTERVAL_S = 0.25
@@ -32,7 +33,7 @@ class ServerSettings:
     memory_saver: bool  # whether its memory can be released
 
 
-@ray.remote(concurrency_groups={"watch": 1, "stop": 1})
+@ray.remote(concurrency_groups={"watch": 1, "stop": 1, "memory": 1})
 class EngineActor:
     """One process of a server, on one node."""
 
@@ -87,6 +88,16 @@ class EngineActor:
             f"{name} ({server.url}) died with exit code {code}; last lines of"
             f" {server.log_path}:\n{server.last_log_lines(20)}"
         )
+
+    @ray.method(concurrency_group="memory")
+    def memory(self) -> dict[str, float]:
+        """Resident memory in GiB by name: of the server's processes on this node, and of this actor."""
+        server, index = self._server, self._settings.index
+        if server is None:
+            return {}
+        name = f"server{index}" + (f"_node{server.part.rank}" if server.part.rank else "")
+        own = resident_gib(with_children=False)
+        return {f"{name}_rss_gib": resident_gib(server.pid), f"{name}_actor_rss_gib": own}
 
     @ray.method(concurrency_group="stop")
     def stop(self, timeout_s: float | None = None) -> None:

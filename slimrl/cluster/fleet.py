@@ -12,6 +12,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.engine import ActorPlace, Engine
 from slimrl.cluster.engine_actor import ServerSettings
 from slimrl.cluster.slots import Slots
+from slimrl.processes.memory import resident_gib
 from slimrl.sglang.router import RouterProcess
 from slimrl.weights.sync import EngineEndpoint
 
@@ -57,6 +58,12 @@ class Fleet:
             router.add_worker(url)
         router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
         return router, router.url
+
+    async def memory(self) -> dict[str, float]:
+        """Resident memory of the router and of every server, GiB by name."""
+        answers = await asyncio.gather(*(engine.memory() for engine in self.engines))
+        servers = {name: amount for answer in answers for name, amount in answer.items()}
+        return {"router_rss_gib": resident_gib(self.router.pid), **servers}
 
     async def watch(self) -> str:
         """Pending while all servers and the router live; then the message of the first death, or of `close`."""

@@ -106,6 +106,12 @@ class Rank:
         """Writes the checkpoint of `rollout_id`."""
         return str(self._trainer.save(rollout_id, data_state))
 
+    def device_memory(self) -> dict[str, float]:
+        """GiB by name, see `platform.device_memory`; empty without a GPU."""
+        from slimrl import platform
+
+        return platform.device_memory()
+
     def close(self) -> None:
         """Leaves the process groups."""
         if self._updater is not None:
@@ -116,7 +122,8 @@ class Rank:
 def serve(connection: Connection) -> None:
     """Answers calls `(method, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up.
 
-    Before the answer of a long call there may come any number of `("progress", (done, total))`.
+    Before the answer of a long call there may come any number of `("progress", (done, total))`, and on a GPU
+    `("memory", {name: GiB})`.
     """
 
     def tell(done: int, total: int) -> None:
@@ -132,6 +139,8 @@ def serve(connection: Connection) -> None:
             answer = ("value", getattr(rank, method)(*arguments))
         except Exception as error:
             answer = ("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        if device_memory := rank.device_memory():
+            connection.send_bytes(pickle.dumps(("memory", device_memory)))
         # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
 

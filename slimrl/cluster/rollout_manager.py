@@ -21,6 +21,7 @@ from slimrl.cluster.whereabouts import GenerationWhere
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
 from slimrl.observability import dump
+from slimrl.processes.memory import resident_gib
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.output import RolloutOutput
@@ -139,6 +140,12 @@ class RolloutManager:
     async def progress(self) -> tuple[int, int]:
         """Finished and expected samples of the generation that runs now."""
         return self._generator.progress() if self._generator else (0, 0)
+
+    @ray.method(concurrency_group="watchdog")
+    async def memory(self) -> dict[str, float]:
+        """Resident memory of this process, the router and every server, GiB by name."""
+        own = {"rollout_manager_rss_gib": resident_gib(with_children=False)}
+        return own | (await self._fleet.memory() if self._fleet else {})
 
     @ray.method(concurrency_group="watchdog")
     async def where(self) -> GenerationWhere:

@@ -24,6 +24,7 @@ from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.versions import package_versions
+from slimrl.processes.memory import resident_gib
 
 logger = logging.getLogger("slimrl")
 
@@ -180,7 +181,16 @@ class Run:
             rollout=rollout.metrics,
             train=train_metrics,
             seconds={**self._seconds, "total": total},
+            memory=self._memory(),
         )
+
+    def _memory(self) -> dict[str, float]:
+        """Memory of every process, GiB by name; without those that do not answer within seconds."""
+        refs = [self._manager.memory.remote(), *(self._trainers.memory() if self._trainers is not None else [])]
+        known = {"driver_rss_gib": resident_gib(with_children=False)}
+        for answer in answers(refs):
+            known |= answer or {}
+        return known
 
 
 class _EngineMemory:

@@ -68,6 +68,10 @@ class TrainGroup:
         calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
         return self._supervisor.get(calls, _of(self.workers, f"train of rollout {rollout_id}"), progress)[0]
 
+    def memory(self) -> list[ray.ObjectRef]:
+        """References to the memory of every rank, GiB by name."""
+        return [worker.memory.remote() for worker in self.workers]
+
     def progress(self) -> ray.ObjectRef:
         """A reference to how far rank 0 is in its training: (micro-batches begun, all)."""
         return self.workers[0].progress.remote()

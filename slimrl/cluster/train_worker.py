@@ -19,6 +19,7 @@ from slimrl.cluster import working_folder
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.cluster.whereabouts import RankWhere
 from slimrl.processes import ManagedProcess, importable, stacks
+from slimrl.processes.memory import resident_gib
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
@@ -36,6 +37,7 @@ class TrainWorker:
         working_folder.enter(folder)
         self._rank = rank
         self._progress = (0, 0)
+        self._device_memory: dict[str, float] = {}
         self._method: str | None = None
         self._last_sign = time.monotonic()
         ours, theirs = socket.socketpair()
@@ -66,6 +68,17 @@ class TrainWorker:
     def progress(self) -> tuple[int, int]:
         """Micro-batches begun by the running `train`, and all of them, over its passes."""
         return self._progress
+
+    @ray.method(concurrency_group="progress")
+    def memory(self) -> dict[str, float]:
+        """GiB by name: resident memory of the rank and of its actor, and the rank's device memory after its last call.
+
+        See `platform.device_memory`.
+        """
+        name = f"rank{self._rank}"
+        device = {f"{name}_{kind}": amount for kind, amount in self._device_memory.items()}
+        actor = resident_gib(with_children=False)
+        return {f"{name}_rss_gib": resident_gib(self._process.pid), f"{name}_actor_rss_gib": actor, **device}
 
     @ray.method(concurrency_group="progress")
     def where(self) -> RankWhere:
@@ -104,8 +117,11 @@ class TrainWorker:
         try:
             self._connection.send_bytes(pickle.dumps((method, arguments)))
             kind, value = pickle.loads(self._connection.recv_bytes())
-            while kind == "progress":
-                self._progress, self._last_sign = value, time.monotonic()
+            while kind in ("progress", "memory"):
+                if kind == "progress":
+                    self._progress, self._last_sign = value, time.monotonic()
+                else:
+                    self._device_memory = value
                 kind, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise RankFailedError(f"train worker rank {self._rank} ended during {method}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayActorError
 
 from slimrl.arguments import Arguments
 
@@ -85,7 +86,7 @@ class Wait:
 
 
 def answers(refs: Sequence[ObjectRef]) -> list[Any | None]:
-    """What each call returned; None for one that does not return within a few seconds, or fails."""
+    """What each call returned; None where it does not return within a few seconds, or the actor is dead."""
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)
     return [_answer(ref) if ref in ready else None for ref in refs]
 
@@ -93,5 +94,5 @@ def answers(refs: Sequence[ObjectRef]) -> list[Any | None]:
 def _answer(ref: ObjectRef) -> Any | None:
     try:
         return ray.get(ref)
-    except ray.exceptions.RayError:  # it died: the watch over it says so, with the cause
+    except RayActorError:  # the watch over it says so, with the cause
         return None

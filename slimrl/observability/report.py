@@ -56,6 +56,8 @@ def print_report(summary: dict[str, Any], console: Console | None = None) -> Non
     if summary["steps"]:
         print_chart(summary, console)
         console.print(_seconds_table(summary))
+        if any(step.get("memory") for step in summary["steps"]):
+            console.print(_memory_table(summary))
     console.print(_paths_table(summary))
 
 
@@ -139,6 +141,20 @@ def _results_table(summary: dict[str, Any]) -> Table:
     gaps = [gap for gap in gaps if gap is not None]
     if gaps:
         table.add_row("largest |train - rollout logprob|", "", f"{max(gaps):.1e}")
+    skipped = sum(step.get("skipped") or 0 for step in summary["steps"])
+    if skipped:
+        table.add_row("optimizer steps skipped (not finite)", "", f"{skipped:g}")
+    return table
+
+
+def _memory_table(summary: dict[str, Any]) -> Table:
+    """Of every process, the memory after its first step, after its last and at most."""
+    table = _table("memory (GiB)", "first", "last", "peak")
+    by_step = [step.get("memory") or {} for step in summary["steps"]]
+    for name in dict.fromkeys(name for memory in by_step for name in memory):
+        amounts = [memory[name] for memory in by_step if memory.get(name) is not None]
+        shown = name.removesuffix("_gib").removesuffix("_rss").replace("_", " ")
+        table.add_row(shown, f"{amounts[0]:.3f}", f"{amounts[-1]:.3f}", f"{max(amounts):.3f}")
     return table
 
 

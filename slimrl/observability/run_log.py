@@ -51,6 +51,7 @@ class StepRecord:
     rollout: dict[str, float]  # full names
     train: list[dict[str, float]]  # names without prefix, see `metrics.TRAIN_METRICS`
     seconds: dict[str, float]  # by phase
+    memory: dict[str, float] = dataclasses.field(default_factory=dict)  # GiB by process and kind
 
 
 class RunLog:
@@ -142,6 +143,8 @@ class RunLog:
         }
         extra = {**record.rollout, **train, "optimizer_steps": len(record.train)}
         del extra[REWARD]
+        if record.memory:
+            extra["memory"] = record.memory
         if len(record.train) > 1:
             extra["by_optimizer_step"] = record.train
         self._summary.add_step({**own, **{name: value for name, value in extra.items() if name not in own}})
@@ -198,6 +201,7 @@ class RunLog:
         if seconds["train"] > 0 and "tokens" in train:
             perf["perf/train_tokens_per_second"] = train["tokens"] / seconds["train"]
         self.log(perf, record.step)
+        self.log({f"memory/{name}": value for name, value in record.memory.items()}, record.step)
 
 
 def step_line(record: StepRecord, train: dict[str, float], seconds: dict[str, float]) -> str:
@@ -211,6 +215,8 @@ def step_line(record: StepRecord, train: dict[str, float], seconds: dict[str, fl
     parts = [f"step {record.step}", f"reward {record.rollout[REWARD]:.4g}"]
     parts += [f"{label} {train[name]:.3g}" for name, label in shown.items() if name in train]
     short = {"generate": "generate", "train": "train", "update_weights": "push", "total": "total"}
+    if train.get("skipped"):
+        parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
     parts.append(" ".join(f"{label} {seconds[phase]:.1f}s" for phase, label in short.items()))
     return " | ".join([*parts, f"version {record.weight_version}"])
 

@@ -37,6 +37,23 @@ def bind_local_device(local_rank: int = 0) -> torch.device:
     return chosen
 
 
+def device_memory() -> dict[str, float]:
+    """Device memory in GiB: held by this process's tensors, at most so far, by its allocator, by all processes.
+
+    Empty without CUDA, and before this process has used it.
+    """
+    if is_cpu() or not torch.cuda.is_initialized():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    amounts = {
+        "cuda_allocated_gib": torch.cuda.memory_allocated(),
+        "cuda_peak_gib": torch.cuda.max_memory_allocated(),
+        "cuda_reserved_gib": torch.cuda.memory_reserved(),
+        "cuda_device_used_gib": total - free,
+    }
+    return {name: amount / (1 << 30) for name, amount in amounts.items()}
+
+
 def backend_name() -> str:
     """The torch.distributed backend for tensors on `device()`: "nccl" with CUDA, "gloo" without."""
     return "gloo" if is_cpu() else "nccl"

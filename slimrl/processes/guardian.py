@@ -144,6 +144,9 @@ def catch_signals() -> int:
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
+    # The kernel sends it to a process group that loses its parent while one of its members is stopped: we are then
+    # about to learn of that by the pidfd, and have to clean up.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return read_fd
 
 
@@ -155,7 +158,7 @@ def start(command: list[str], environment: dict[str, str]) -> int:
         return pid
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guardian:  # else it died before the death signal was set

@@ -118,6 +118,11 @@ class RouterProcess:
         """What the router knows of each server: "id", "url", "is_healthy", "load", ..."""
         return self._call("GET", "/workers")["workers"]
 
+    @property
+    def pid(self) -> int:
+        """Process id of the guardian above the router."""
+        return self._started().pid
+
     def poll(self) -> int | None:
         """None while the router runs (or was not started), then its exit code."""
         return self._process.poll() if self._process is not None else None

@@ -1,0 +1,50 @@
+"""A rank that hangs is named, with its place and its state, and so is the rank that waits for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from tests.end_to_end import harness
+from tests.end_to_end.test_supervised import FLAGS, conversation
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_stopped_rank_is_named_and_so_is_the_line_in_which_the_other_waits(tiny, tmp_path):
+    data = tmp_path / "conversations.jsonl"
+    data.write_text("".join(json.dumps({"messages": conversation(number % 10)}) + "\n" for number in range(8)))
+    limits = {"watchdog_report_seconds": 2, "num_rollout": 100000}
+    started = harness.start("train.py", tiny.flags(prompt_data=data, **FLAGS | limits), tmp_path, "hangs", tiny.home)
+    started.wait_for_line("step 1 |", 150)
+    ranks = [process for process in started.processes("slimrl.cluster.rank_process") if not _is_guardian(process)]
+    victim = ranks[0]
+    victim.send_signal(signal.SIGSTOP)
+    started.wait_for_line("process stopped", 60)
+    line = next(line for line in started.log.read_text().splitlines() if "process stopped" in line)
+    match = re.search(r"waiting \d+ s for train of rollout \d+: rank (\d) \(pid (\d+) on \S+\) .*; rank (\d)", line)
+    assert match, line
+    assert int(match[2]) == victim.pid
+    assert {match[1], match[3]} == {"0", "1"}
+    waiting = line.rsplit("; rank", 1)[1]
+    assert "process" not in waiting and "called from" in waiting and "/slimrl/megatron/" in waiting
+    assert f"train-rank{match[3]}.log" in waiting
+    stacks = (started.run_dir / "logs" / f"train-rank{match[3]}.log").read_text()
+    assert "most recent call first" in stacks
+    steps = started.log.read_text().count("step ")
+    victim.send_signal(signal.SIGCONT)  # nobody was harmed by being asked: the run goes on where it was
+    while started.log.read_text().count("step ") < steps + 3:
+        assert started.process.poll() is None
+        time.sleep(0.05)
+    started.process.send_signal(signal.SIGINT)
+    done = started.finish(60)
+    assert done.code == 130
+    assert done.left == []
+
+
+def _is_guardian(process) -> bool:
+    return "guardian.py" in " ".join(process.cmdline())

@@ -1,0 +1,37 @@
+"""Resident memory of a process and its tree, against what was allocated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from slimrl.processes.memory import resident_gib
+
+MIB = 1 / 1024
+HOLDS = "import sys; held = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLDS!r}])"
+
+
+def test_ones_own_memory_is_what_psutil_says():
+    assert resident_gib(with_children=False) == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.02)
+
+
+def test_the_memory_of_a_child_counts_for_its_parent_and_ends_with_it():
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        alone, tree = resident_gib(parent.pid, with_children=False), resident_gib(parent.pid)
+        assert 64 * MIB < tree - alone < 90 * MIB
+        assert tree == pytest.approx(
+            sum(p.memory_info().rss for p in [psutil.Process(parent.pid), *psutil.Process(parent.pid).children()])
+            / 2**30,
+            rel=0.02,
+        )
+        os.kill(parent.pid, 9)
+        parent.stdin.close()
+    assert resident_gib(parent.pid) == 0.0
