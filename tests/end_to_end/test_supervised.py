@@ -81,3 +81,9 @@ def test_supervised_training_starts_at_transformers_loss_and_learns_without_engi
         exported = negative_log_likelihood(tmp_path / f"hf_{saved}", conversations)
         assert losses[saved + 1] == pytest.approx(exported, rel=1e-5)
     assert (tmp_path / "hf_19" / "config.json").is_file()
+    memory = done.summary["steps"][0]
+    for kind in ("parameters", "gradients", "optimizer"):  # but counters of steps, and what pads shares
+        assert memory[f"memory_{kind}"] == pytest.approx(memory[f"planned_memory_{kind}"], rel=1e-2)
+    assert memory["memory_activations"] > 0
+    logs = [path.read_text() for path in (done.run_dir / "logs").rglob("*") if path.is_file()]
+    assert sum("memory of rank 0: parameters" in text for text in logs) == 1
