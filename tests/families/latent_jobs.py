@@ -33,53 +33,63 @@ def labels(ids: Tensor) -> Tensor:
     return torch.cat([sequence.roll(-1) for sequence in ids.split(SEQUENCES)])
 
 
-def one_pass(rank: int, world_size: int, init_method: str, args: Arguments, folder: Path) -> PassResult:
+def passes(
+    rank: int, world_size: int, init_method: str, cases: dict[str, tuple[Arguments, Path]]
+) -> dict[str, PassResult]:
+    """By name, one pass over each model; all in the same layout, whose groups are opened once."""
+    from slimrl.megatron import parallel
+
+    args, _ = next(iter(cases.values()))
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    try:
+        return {name: _one_pass(state, *case) for name, case in cases.items()}
+    finally:
+        parallel.shutdown()
+
+
+def _one_pass(state: Any, args: Arguments, folder: Path) -> PassResult:
     """Load `folder`, go forward and backward once over the packed sequences, on each data-parallel rank the same."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from slimrl.megatron import config, model, parallel
+    from slimrl.megatron import config, model
     from slimrl.weights.families import family_for
     from slimrl.weights.hf_files import read_hf_config
     from slimrl.weights.load import load_hf_checkpoint
     from slimrl.weights.shape import ModelShape
 
-    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    try:
-        built = model.build_model(args, state)
-        family, shape = family_for(read_hf_config(folder)), ModelShape.from_args(args)
-        own, experts = {"tp_rank": state.tp_rank, "tp_size": state.tp_size}, (state.etp_rank, state.etp_size)
-        load_hf_checkpoint(built, shape, family, folder, **own, etp_rank=experts[0], etp_size=experts[1])
-        wrapped = DistributedDataParallel(built.config, config.ddp_config(args), built)
-        wrapped.zero_grad_buffer()
-        ids = tokens(args.vocab_size)
-        seen: list[tuple[Tensor, Tensor]] = []
+    built = model.build_model(args, state)
+    family, shape = family_for(read_hf_config(folder)), ModelShape.from_args(args)
+    own, experts = {"tp_rank": state.tp_rank, "tp_size": state.tp_size}, (state.etp_rank, state.etp_size)
+    load_hf_checkpoint(built, shape, family, folder, **own, etp_rank=experts[0], etp_size=experts[1])
+    wrapped = DistributedDataParallel(built.config, config.ddp_config(args), built)
+    wrapped.zero_grad_buffer()
+    ids = tokens(args.vocab_size)
+    seen: list[tuple[Tensor, Tensor]] = []
 
-        def step(_: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
-            logits = logits_of(module, state, args.vocab_size)
-            loss = torch.nn.functional.cross_entropy(logits, labels(ids), reduction="sum")
-            seen.append((loss.detach().clone(), logits.detach()))
-            return logits, lambda _: (loss, torch.tensor(ids.numel(), dtype=torch.int), {})
+    def step(_: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
+        logits = logits_of(module, state, args.vocab_size)
+        loss = torch.nn.functional.cross_entropy(logits, labels(ids), reduction="sum")
+        seen.append((loss.detach().clone(), logits.detach()))
+        return logits, lambda _: (loss, torch.tensor(ids.numel(), dtype=torch.int), {})
 
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter([None]),
-            model=[wrapped],
-            num_microbatches=1,
-            seq_length=ids.numel(),
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        (loss, logits), *_ = seen
-        return PassResult(float(loss), logits, _gradients(built, shape, family, state))
-    finally:
-        parallel.shutdown()
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([None]),
+        model=[wrapped],
+        num_microbatches=1,
+        seq_length=ids.numel(),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    (loss, logits), *_ = seen
+    return PassResult(float(loss), logits, _gradients(built, shape, family, state))
 
 
 def refusal(rank: int, world_size: int, init_method: str, args: Arguments, folder: Path) -> str:
-    """Why `one_pass` cannot be done."""
+    """Why `passes` cannot do this one."""
     try:
-        one_pass(rank, world_size, init_method, args, folder)
+        passes(rank, world_size, init_method, {"": (args, folder)})
     except ValueError as error:
         return str(error)
     return "it can"

@@ -35,11 +35,12 @@ def flags_of(toy: Toy, *layout: str) -> Arguments:
 @pytest.fixture(scope="module")
 def found(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
     """By family and layout, what each rank found."""
-    return {
-        (name, layout): pools[2 if flags else 1].run(latent_jobs.one_pass, flags_of(TOYS[name], *flags), folders[name])
-        for layout, flags in LAYOUTS.items()
-        for name in FAMILIES
-    }
+    results: dict[tuple[str, str], list[PassResult]] = {}
+    for layout, flags in LAYOUTS.items():
+        cases = {name: (flags_of(TOYS[name], *flags), folders[name]) for name in FAMILIES}
+        by_rank = pools[2 if flags else 1].run(latent_jobs.passes, cases)
+        results |= {(name, layout): [one[name] for one in by_rank] for name in FAMILIES}
+    return results
 
 
 @pytest.fixture(scope="module")
