@@ -270,8 +270,17 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             "--use-precision-aware-optimizer --exp-avg-dtype fp32",
             "--overlap-param-gather --overlap-grad-reduce",
+            "--bf16 --grad-reduce-in-bf16",
         ],
         [
+            (
+                "--no-bf16 --grad-reduce-in-bf16",
+                "--grad-reduce-in-bf16 is for bf16 weights: add --bf16, or leave the flag out.",
+            ),
+            (
+                "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other: give one.",
+            ),
             (
                 "--exp-avg-dtype bf16",
                 "--exp-avg-dtype bf16 is kept by --use-precision-aware-optimizer only: add it, or leave"

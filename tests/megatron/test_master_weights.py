@@ -86,6 +86,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank, distributed optimizer": (1, SPREAD),
     "DP2": (2, {}),
     "DP2, distributed optimizer": (2, SPREAD),
+    "DP2, gradients in bf16": (2, SPREAD | {"grad_reduce_in_bf16": True}),
     "DP2, state in host memory": (2, ON_HOST),
 }
 
@@ -97,7 +98,7 @@ def test_float32_copies_take_adamws_steps_and_the_weights_are_their_rounding(
     size, changes = CASES[case]
     args = flags(models, bf16=True, num_steps_per_rollout=1, **changes)
     results = {1: one_rank, 2: two_ranks}[size].run(follow_weights, args, ROLLOUTS)
-    shares = size if changes else 1  # of the optimizer's state
+    shares = size if args.use_distributed_optimizer else 1  # of the optimizer's state
     elements = 0
     squares = [0.0, 0.0]
     for followed, _, _ in results[:shares]:

@@ -14,7 +14,12 @@ class GradientArguments:
     """Data parallel gradients."""
 
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "add and reduce gradients in fp32 (always so with --bf16)", spellings=("--grad-reduce-in-fp32",)
+        False,
+        "add and reduce gradients in fp32 (so with --bf16 unless --grad-reduce-in-bf16)",
+        spellings=("--grad-reduce-in-fp32",),
+    )
+    grad_reduce_in_bf16: bool = flag(
+        False, "add and reduce gradients in bf16 instead of fp32, with --bf16: half their memory, fewer digits"
     )
     use_distributed_optimizer: bool = flag(
         True,

@@ -119,8 +119,9 @@ def _output_bytes(args: Arguments, shape: Shape, setting: Setting) -> int:
 
 
 def gradient_bytes(args: Arguments) -> int:
-    """Bytes of one gradient in Megatron's buffer: float32 with --bf16."""
-    return FP32 if args.accumulate_allreduce_grads_in_fp32 or args.bf16 else parameter_bytes(args)
+    """Bytes of one gradient in Megatron's buffer: float32 with --bf16, unless --grad-reduce-in-bf16."""
+    wide = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
+    return FP32 if wide else parameter_bytes(args)
 
 
 def _buffers(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, int]:

@@ -104,6 +104,15 @@ def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[
                 flag,
                 f"{flag} needs the distributed optimizer: leave --no-use-distributed-optimizer out, or {flag}.",
             )
+    if args.grad_reduce_in_bf16 and not (args.bf16 or "bf16" in context.broken):
+        yield Problem(
+            "--grad-reduce-in-bf16", "--grad-reduce-in-bf16 is for bf16 weights: add --bf16, or leave the flag out."
+        )
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        yield Problem(
+            "--grad-reduce-in-bf16",
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other: give one.",
+        )
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         yield Problem("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it.")
 

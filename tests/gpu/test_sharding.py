@@ -1,0 +1,90 @@
+"""What only GPUs can show of shared-out and host-kept training state: NCCL, streams, pinned memory, bytes freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+from tests.megatron import ranks, test_freeze, tiny
+from tests.megatron.launch import RankPool
+from tests.megatron.test_master_weights import HALF, ON_HOST
+from tests.megatron.test_sharding import ROLLOUTS, SPREAD, ZERO3, fsdp, relative_error, told, train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, Any]:
+    folder = str(tiny.save_qwen3(tmp_path / "model", seed=1))
+    return {"load": folder, "ref_load": folder, "use_kl_loss": True, "kl_loss_coef": 0.05}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_megatron_fsdp_over_nccl_trains_as_the_distributed_optimizer(
+    strategy: str, model: dict[str, Any], need_gpus: Callable[[int], None]
+):
+    need_gpus(2)
+    with RankPool(2) as pool:
+        spread = pool.run(train, tiny.tiny_args(**model, **SPREAD), ROLLOUTS, 2)[0]
+        shared = pool.run(train, tiny.tiny_args(**model, **fsdp(strategy)), ROLLOUTS, 2)[0]
+    assert told(shared) == pytest.approx(told(spread), rel=1e-4)
+    assert relative_error(shared.weights, spread.weights) < 1e-4
+
+
+def test_megatron_fsdp_resumes_on_gpus(model: dict[str, Any], need_gpus: Callable[[int], None], tmp_path: Path):
+    need_gpus(2)
+    args = tiny.tiny_args(**model, **ZERO3, bf16=True)
+    with RankPool(2) as pool:
+        whole = pool.run(train, args, ROLLOUTS, 2)[0]
+        args.save = str(tmp_path / "saved")
+        pool.run(train, args, ROLLOUTS, 1)
+        args.load = args.save
+        resumed = pool.run(train, args, ROLLOUTS, 2)[0]
+    assert told(resumed) == pytest.approx(told(whole)[4:], rel=1e-3)
+    assert relative_error(resumed.weights, whole.weights) < 1e-3
+
+
+def places_of_state(rank: int, size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, int]:
+    """Elements of the optimizer's float32 copies and moments after a step, by the device they lie on."""
+    trainer = ranks.start(rank, size, init_method, args)
+    trainer.train(0, ranks.share_of(trainer, rollout))
+    found = {"cpu": 0, "cuda": 0}
+    for part in trainer.optimizer.chained_optimizers:
+        for inner in part.optimizer.sub_optimizers:
+            tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+            tensors += [value for state in inner.state.values() for name, value in state.items() if "exp_avg" in name]
+            for tensor in tensors:
+                found[tensor.device.type] += tensor.numel()
+    trainer.close()
+    return found
+
+
+def test_state_in_host_memory_lies_there_and_trains_as_on_the_device(model: dict[str, Any], tmp_path: Path):
+    with RankPool(1) as pool:
+        device = pool.run(train, tiny.tiny_args(**model, **SPREAD, bf16=True), ROLLOUTS, 2)[0]
+        for more, on_host in ((ON_HOST, 1.0), (ON_HOST | HALF, 0.5)):
+            args = tiny.tiny_args(**model, **more, bf16=True)
+            places = pool.run(places_of_state, args, ROLLOUTS[0])[0]
+            assert places["cpu"] / sum(places.values()) == pytest.approx(on_host, abs=0.2)
+            host = pool.run(train, args, ROLLOUTS, 2)[0]
+            assert told(host) == pytest.approx(told(device), rel=0.02)
+            assert relative_error(host.weights, device.weights) < 0.01
+            args.save = str(tmp_path / str(on_host))
+            pool.run(train, args, ROLLOUTS, 1)
+            args.load = args.save
+            resumed = pool.run(train, args, ROLLOUTS, 2)[0]
+            assert relative_error(resumed.weights, host.weights) < 1e-3
+
+
+def test_frozen_weights_stay_and_have_no_gradients_on_a_gpu(model: dict[str, Any]):
+    args = tiny.tiny_args(**model, only_train_params_name_list=["mlp.linear_fc1"])
+    with RankPool(1) as pool:
+        outcome = pool.run(test_freeze.train, args, ROLLOUTS[0])[0]
+    assert outcome.gradients == outcome.moments == 2 * 2 * 128 * 64
+    assert all(torch.isfinite(value).all() for value in outcome.weights.values())
