@@ -84,3 +84,24 @@ def test_flat_single_and_empty_lines_are_drawn_without_fail():
     for line in ([(3, 0.5)], [(0, 0.5), (5, 0.5)]):
         rows = text_chart(line, height=5).splitlines()[:5]
         assert [any("⠀" < character <= "⣿" for character in row) for row in rows] == [False, False, True, False, False]
+
+
+def test_skipped_steps_and_the_memory_of_every_process_are_in_the_report(tmp_path, capsys, monkeypatch, caplog):
+    monkeypatch.setenv("COLUMNS", "140")
+    seconds = {"generate": 2.0, "train": 0.5, "update_weights": 0.25, "total": 3.0}
+    with RunLog(tmp_path / "demo", versions={}, use_tensorboard=False) as log, caplog.at_level("INFO", "slimrl"):
+        for step, amount in enumerate((1.5, 3.25, 2.0)):
+            train = [{"skipped": float(step == 1)}, {"skipped": float(step > 0)}]
+            memory = {"driver_rss_gib": 0.25, "rank0_actor_rss_gib": amount}
+            log.step(StepRecord(step, str(step), {"rollout/raw_reward": 0.5}, train, seconds, memory))
+    assert ["SKIPPED 2 of 2 optimizer steps" in record.getMessage() for record in caplog.records] == [
+        False,
+        True,
+        False,
+    ]
+    assert report.main([str(tmp_path / "demo")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["optimizer", "steps", "skipped", "(not", "finite)", "3"] in lines
+    assert ["memory", "(GiB)", "first", "last", "peak"] in lines
+    assert ["driver", "0.250", "0.250", "0.250"] in lines
+    assert ["rank0", "actor", "1.500", "2.000", "3.250"] in lines
