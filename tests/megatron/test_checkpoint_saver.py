@@ -137,6 +137,8 @@ def save_without_room(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> dict[str, str]:
     """The errors of saves of which one rank has no room, and what lies there after each."""
+    import torch.distributed as dist
+
     from slimrl.megatron.together import CheckpointError
 
     trainer = ranks.start(rank, world_size, init_method, args)
@@ -151,6 +153,7 @@ def save_without_room(
                 trainer.finish_saves()
             except CheckpointError as error:
                 told[f"rank {victim} has no room"] = f"{error} | {names(Path(args.save))}"
+        dist.barrier()  # all have looked before the next save begins
     trainer.save(2, DATA_STATE)
     trainer.close()
     return told
