@@ -189,8 +189,7 @@ def measure_buckets(rounds: int, bucket_bytes: int) -> None:
 
 def build(args: Arguments) -> tuple[nn.Module, parallel.ParallelState]:
     """A Megatron model of random weights in a world of one rank."""
-    store = Path(tempfile.mkdtemp()) / "store"
-    state = parallel.initialize(args, rank=0, world_size=1, local_rank=0, init_method=f"file://{store}")
+    state = parallel.initialize(args, rank=0, world_size=1, local_rank=0, init_method=torch.distributed.HashStore())
     return model.build_model(args, state), state
 
 
