@@ -78,8 +78,8 @@ def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: i
     """Exactly `rows` bins for each rank, of nearly equal cost in each row; None where the samples do not fit so.
 
     The ranks that hold a sample dearer than a bin's fair share are ahead of the others in its row. Either the further
-    rows are even nevertheless, or lighter on these ranks: that schedule is taken which is better in the mean of two
-    cases, ranks that wait for each other after every row and only at the end.
+    rows are even nevertheless, or the last is lighter on these ranks: that schedule is taken which is better in the
+    mean of two cases, ranks that wait for each other after every row and only at the end.
     """
     top, fair = row_targets(costs, ranks, rows)
     top_targets = [target for target in top for _ in range(ranks)]
@@ -90,16 +90,18 @@ def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: i
     first = deal(level, costs, ranks)
     if not top or not left or imbalance(first, costs) <= _TOLERATED_IMBALANCE:
         return first
-    # Once more with the same top rows, and targets for the others that bring each rank's total near the mean.
-    top_costs = bin_costs(level[:n_top], costs)
-    owners, total = assign(top_costs, ranks), sum(costs)
+    # Once more with the same top rows, and some bins of the last one lighter: dealing gives these to the ranks that
+    # have most, so that their totals come near the mean.
+    top_costs, total = bin_costs(level[:n_top], costs), sum(costs)
+    owners = assign(top_costs, ranks)
     spent = [sum(cost for cost, owner in zip(top_costs, owners, strict=True) if owner == rank) for rank in range(ranks)]
     shares = fill_up(spent, (1 + _TOLERATED_IMBALANCE) * total / ranks, total - sum(spent))
-    owners += [rank for rank in range(ranks) for _ in range(left)]
-    leaning = spread(lengths, costs, cap, top_targets + [shares[rank] / left for rank in owners[n_top:]])
+    fair = max(shares) / left
+    last = [share - fair * (left - 1) for share in shares]
+    leaning = spread(lengths, costs, cap, top_targets + [fair] * (ranks * (left - 1)) + last)
     if leaning is None:
         return first
-    second = by_owner(leaning, owners, costs, ranks)
+    second = deal(leaning, costs, ranks)
     return min(first, second, key=lambda dealt: lockstep_loss(dealt, costs) + imbalance(dealt, costs))
 
 
