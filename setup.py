@@ -37,6 +37,7 @@ setup(
         "transformers==5.12.1",
         # Used directly; the engines above need most of them anyway.
         "aiohttp>=3.14",
+        "einops>=0.8",  # Megatron-FSDP imports it undeclared
         "huggingface_hub>=1.33",
         "itables>=2.9",
         "Jinja2>=3.1",

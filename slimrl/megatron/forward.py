@@ -185,7 +185,7 @@ def _run(
         model=list(stages),
         num_microbatches=len(micro_batches),
         # A bound only: pipeline stages tell each other the length of every micro-batch.
-        seq_length=max(int(micro_batch.sequences.cu_seqlens_q[-1]) for micro_batch in micro_batches),
+        seq_length=max(sum(micro_batch.sequences.lengths) for micro_batch in micro_batches),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

@@ -297,7 +297,6 @@ class MegatronTrainer:
         """Finish saving and leave the process groups; the trainer is of no use afterwards."""
         self._saver.close()
         self.memory.close()
-        self.memory.close()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         parallel.shutdown()

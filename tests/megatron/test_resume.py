@@ -47,8 +47,7 @@ def train(
     metrics = []
     for rollout_id in range(trainer.start_rollout_id, stop):
         steps = trainer.train(rollout_id, ranks.share_of(trainer, rollouts[rollout_id]))
-        # memory is that of the process: what it allocated before it counts too
-        metrics += [{name: step[name] for name in step if "memory" not in name} for step in steps]
+        metrics += steps
         draw()  # as a model with dropout would
         if args.save is not None:
             trainer.save(rollout_id, DATA_STATE | {"offset": rollout_id})
