@@ -8,7 +8,7 @@ import pytest
 
 from slimrl.arguments import Arguments
 from tests.megatron import ranks, tiny
-from tests.megatron.test_layouts import relative_error
+from tests.megatron.layouts import relative_error
 
 pytestmark = pytest.mark.slow
 

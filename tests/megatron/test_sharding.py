@@ -13,12 +13,12 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 from tests.megatron import ranks, reference, tiny
+from tests.megatron.layouts import SPREAD, relative_error
 from tests.megatron.test_freeze import SETTINGS, flags
 
 pytestmark = pytest.mark.slow
 
 ROLLOUTS = [tiny.recorded_rollout(seed=seed) for seed in (5, 6)]
-SPREAD = {"use_distributed_optimizer": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -101,13 +101,6 @@ def test_megatron_fsdp_trains_as_autograd_does_and_holds_what_it_says(
 def told(outcome: Outcome) -> list[float]:
     """Loss and gradient norm of each step."""
     return [step[name] for step in outcome.metrics for name in ("loss", "grad_norm")]
-
-
-def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """|actual - expected| / |expected|, over all tensors as one vector."""
-    assert actual.keys() == expected.keys()
-    wrong = sum(float((actual[name].double() - value).square().sum()) for name, value in expected.items())
-    return (wrong / sum(float(value.square().sum()) for value in expected.values())) ** 0.5
 
 
 @pytest.mark.parametrize("case", ["bf16", "experts"])

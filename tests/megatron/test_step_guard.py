@@ -16,7 +16,7 @@ from slimrl.data.batch import RolloutBatch
 from slimrl.megatron.step_guard import broken_samples
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
-from tests.megatron.test_resume import EP2, PP2, SPREAD, TP2, local_state
+from tests.megatron.layouts import EP2, PP2, SPREAD, TP2
 
 BROKEN = 5  # the sample that spoils its step
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -69,7 +69,7 @@ class Seen:
 
 def state_of(trainer: Any) -> dict[str, Tensor]:
     """Everything that a step may move."""
-    state = local_state(trainer) | {"schedule": torch.tensor(trainer.scheduler.num_steps)}
+    state = ranks.local_state(trainer) | {"schedule": torch.tensor(trainer.scheduler.num_steps)}
     scalers = [part.grad_scaler for part in trainer.optimizer.chained_optimizers if hasattr(part, "grad_scaler")]
     return state | {f"loss scale {n}": scaler.scale.clone() for n, scaler in enumerate(scalers) if scaler is not None}
 
