@@ -128,7 +128,7 @@ def test_tensorboard_shows_the_rewards_of_the_summary(whole):
     events = EventAccumulator(str(whole.run_dir / "tensorboard"))
     events.Reload()
     names = events.Tags()["scalars"]
-    assert {name.split("/")[0] for name in names} == {"rollout", "train", "eval", "perf"}
+    assert {name.split("/")[0] for name in names} == {"rollout", "train", "eval", "perf", "memory"}
     points = events.Scalars("rollout/raw_reward")
     assert [point.step for point in points] == list(range(STEPS))
     assert [point.value for point in points] == pytest.approx(whole.steps("reward"))
