@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.arguments import Arguments, read_args
+from slimrl.arguments import read_args
 from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
-from slimrl.arguments.rules.context import Context
-from slimrl.arguments.rules.sharding import sharding_fits_the_run
 
 THEMES = ("required", "served", "paths", "checkpoints", "layout", "batches", "sharding")
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
@@ -383,23 +381,4 @@ def test_a_config_json_that_holds_no_object_is_refused(recipe, content):
     _, problems = read_args(recipe.line())
     assert [str(problem) for problem in problems] == [
         f"--hf-checkpoint: {recipe.dir}/hf/config.json is not a JSON object: copy the model again."
-    ]
-
-
-@pytest.mark.parametrize(
-    ("slots", "strategy", "refused"), [(4, "optim_grads", 1), (8, "optim_grads", 0), (4, "optim", 0)]
-)
-def test_sharded_gradients_need_experts_on_several_slots(slots: int, strategy: str, refused: int):
-    args = Arguments(
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy=strategy,
-        num_experts=8,
-        expert_model_parallel_size=4,
-        actor_num_nodes=1,
-        actor_num_gpus_per_node=slots,
-    )
-    sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
-    assert sentences == refused * [
-        "--expert-model-parallel-size 4 leaves each expert on one slot, where --use-megatron-fsdp cannot share its"
-        " gradients out: lower it, or use --data-parallel-sharding-strategy optim."
     ]

@@ -66,6 +66,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "optimizer state": ("dense", fsdp("optim"), 1.0, 1.0),
     "gradients too": ("dense", fsdp("optim_grads"), 1.0, 0.5),
     "weights too": ("dense", ZERO3, 0.5, 0.5),
+    "weights too, overlapped": ("dense", ZERO3 | {"overlap_grad_reduce": True, "overlap_param_gather": True}, 0.5, 0.5),
     "weights too, recomputed": ("dense", ZERO3 | RECOMPUTE, 0.5, 0.5),
     "experts' weights too": ("experts", ZERO3, 0.5, 0.5),
     "optimizer state, EP2": ("experts", fsdp("optim") | {"expert_model_parallel_size": 2}, 1.0, 1.0),

@@ -49,6 +49,12 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
     ):
         if given:
             yield Problem(flag, f"{_SWITCH} {reason}: leave {flag} out, or {_SWITCH}.")
+    if args.overlap_grad_reduce and args.data_parallel_sharding_strategy == "optim":
+        yield Problem(
+            "--overlap-grad-reduce",
+            f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each slot's own gradient a second time under"
+            " --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads).",
+        )
     yield from _experts_are_shared_out(args, context)
 
 

@@ -1,0 +1,38 @@
+"""What Megatron-FSDP of megatron-core cannot do is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.rules.context import Context
+from slimrl.arguments.rules.sharding import sharding_fits_the_run
+
+
+@pytest.mark.parametrize(
+    ("slots", "strategy", "refused"), [(4, "optim_grads", 1), (8, "optim_grads", 0), (4, "optim", 0)]
+)
+def test_sharded_gradients_need_experts_on_several_slots(slots: int, strategy: str, refused: int):
+    args = Arguments(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=strategy,
+        num_experts=8,
+        expert_model_parallel_size=4,
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=slots,
+    )
+    sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
+    assert sentences == refused * [
+        "--expert-model-parallel-size 4 leaves each expert on one slot, where --use-megatron-fsdp cannot share its"
+        " gradients out: lower it, or use --data-parallel-sharding-strategy optim."
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "refused"), [("optim", 1), ("optim_grads", 0), ("optim_grads_params", 0)])
+def test_whole_gradients_of_megatron_fsdp_are_not_reduced_while_they_are_computed(strategy: str, refused: int):
+    args = Arguments(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True)
+    sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
+    assert sentences == refused * [
+        "--use-megatron-fsdp with --data-parallel-sharding-strategy optim adds each slot's own gradient a second time"
+        " under --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads)."
+    ]
