@@ -77,7 +77,11 @@ class CheckpointSaver:
             if export is not None:
                 self._finish_export(self._begin_export(export))
         else:
-            begun = None if export is None else self._begin_export(export)
+            try:
+                begun = None if export is None else self._begin_export(export)
+            except CheckpointError:
+                self._write(root, snapshot, started)  # an export that fails costs no checkpoint
+                raise
             self._pending = self._thread.submit(self._write_both, root, snapshot, begun, started)
             if dist.get_rank() == 0:
                 name, blocked = checkpoint_folder.folder_name(iteration), time.perf_counter() - started

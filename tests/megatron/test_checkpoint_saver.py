@@ -192,11 +192,14 @@ def save_where_nobody_may_write(
     return told
 
 
-def test_a_folder_that_cannot_be_written_is_named_on_every_rank(models: Any, two_ranks: RankPool, tmp_path: Path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_cannot_be_written_is_named_on_every_rank_and_an_export_costs_no_checkpoint(
+    asynchronous: bool, models: Any, two_ranks: RankPool, tmp_path: Path
+):
     (tmp_path / "file").touch()
     (tmp_path / "hf_0").mkdir()
     (tmp_path / "hf_0" / "thesis.tex").touch()
-    args = saving_args(models, tmp_path / "save", save_hf=str(tmp_path / "hf_{rollout_id}"))
+    args = saving_args(models, tmp_path / "save", save_hf=str(tmp_path / "hf_{rollout_id}"), async_save=asynchronous)
     for root, export in two_ranks.run(save_where_nobody_may_write, args, tmp_path / "file"):
         assert root == f"rank 0: FileExistsError: [Errno 17] File exists: '{tmp_path}/file'"
         assert "hf_0 is not replaced, because it also holds thesis.tex" in export
