@@ -62,9 +62,13 @@ def _layout(args: Arguments) -> None:
 
 def _offload(args: Arguments) -> None:
     """--colocate offloads both sides, each unless it is told not to or is not there."""
+    no_trainer = "--debug-rollout-only: no trainer is started"
     sides = {
-        "offload_train": (args.debug_rollout_only, "--debug-rollout-only: no trainer is started"),
-        "offload_rollout": (args.debug_train_only, "--debug-train-only: no engine is started"),
+        "offload_train": (args.debug_rollout_only, no_trainer),
+        "offload_rollout": (
+            args.debug_train_only or args.debug_rollout_only,
+            no_trainer if args.debug_rollout_only else "--debug-train-only: no engine is started",
+        ),
     }
     takes_turns = args.colocate and not args.debug_rollout_only and not args.debug_train_only
     if takes_turns and args.use_megatron_fsdp and not args.offload and args.offload_train is None:

@@ -137,10 +137,11 @@ def serve(connection: Connection) -> None:
             return
         try:
             answer = ("value", getattr(rank, method)(*arguments))
+            # not after an error: a device that failed refuses every further call, and the error would be lost
+            if device_memory := rank.device_memory():
+                connection.send_bytes(pickle.dumps(("memory", device_memory)))
         except Exception as error:
             answer = ("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
-        if device_memory := rank.device_memory():
-            connection.send_bytes(pickle.dumps(("memory", device_memory)))
         # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
 

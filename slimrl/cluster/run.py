@@ -94,9 +94,17 @@ class Run:
     def _progress(
         self, title: str, ask: Callable[[], ray.ObjectRef], unit: str = "sample"
     ) -> Iterator[Callable[[], None] | None]:
-        """A bar that shows what `ask` answers with; None where nobody watches."""
+        """A bar that shows what `ask` answers with; None where nobody watches.
+
+        Who does not answer leaves the bar as it is: the watchdog and the watch over the actor must have their turn.
+        """
         with ProgressBar(title, unit=unit) as bar:
-            yield (lambda: bar.update_to(*ray.get(ask()))) if bar.enabled else None
+
+            def update() -> None:
+                if (answer := answers([ask()])[0]) is not None:
+                    bar.update_to(*answer)
+
+            yield update if bar.enabled else None
 
     def train(self, rollout: RolloutResult) -> list[dict[str, float]]:
         """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""

@@ -119,7 +119,9 @@ def _samples(samples: Sequence[SampleWhere], blocked_at: str) -> list[str]:
     groups: dict[tuple[str, str], list[SampleWhere]] = {}
     for sample in chosen:
         groups.setdefault((sample.stage, sample.line), []).append(sample)
-    return [_in_stage(stage, line, members) for (stage, line), members in list(groups.items())[:_SHOWN_STAGES]]
+    shown, others = list(groups.items())[:_SHOWN_STAGES], list(groups.values())[_SHOWN_STAGES:]
+    parts = [_in_stage(stage, line, members) for (stage, line), members in shown]
+    return parts + ([f"{sum(map(len, others))} more elsewhere"] if others else [])
 
 
 def _in_stage(stage: str, line: str, members: Sequence[SampleWhere]) -> str:

@@ -28,5 +28,8 @@ def resident_gib(pid: int | None = None, *, with_children: bool = True) -> float
 
 def _children(process: Path) -> list[int]:
     """Direct children; a list that the kernel keeps per thread."""
-    lists = [(thread / "children").read_text() for thread in (process / "task").iterdir()]
-    return [int(pid) for text in lists for pid in text.split()]
+    found: list[int] = []
+    for thread in (process / "task").iterdir():
+        with contextlib.suppress(OSError):  # the thread ended meanwhile; another has its children then
+            found += map(int, (thread / "children").read_text().split())
+    return found

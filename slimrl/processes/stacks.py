@@ -46,12 +46,15 @@ def frames_of(pid: int, log: Path) -> list[str]:
     """The stack of the main thread, innermost first, "file:line function" each.
 
     `log` is where the process writes its stderr; the stacks of all threads are there afterwards. Empty where the
-    process does not listen or does not answer within a second, as one that is stopped.
+    process does not listen, does not answer within a second, as one that is stopped, or ends.
     """
     if not _listens(pid):
         return []
     start = log.stat().st_size if log.exists() else 0
-    psutil.Process(pid).send_signal(SIGNAL)
+    try:
+        psutil.Process(pid).send_signal(SIGNAL)
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return []
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         time.sleep(0.05)

@@ -47,12 +47,12 @@ class UnderWay:
     @contextlib.contextmanager
     def at(self, sample: Sample, stage: str) -> Iterator[None]:
         """The sample is in `stage` within this block, in the task that runs it."""
-        key = id(sample)
-        self._work[key] = _Work(sample, stage, time.monotonic(), asyncio.current_task())
+        work = _Work(sample, stage, time.monotonic(), asyncio.current_task())
+        self._work[id(work)] = work  # not by sample: functions of the user may work on one in several tasks
         try:
             yield
         finally:
-            del self._work[key]
+            del self._work[id(work)]
 
     def where(self) -> list[SampleWhere]:
         """All of them, the one that has been in its stage for longest first."""

@@ -8,7 +8,7 @@ import ray
 from slimrl.cluster.session import SlotsMissingError, check_slots, ray_session, worker_environment
 from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
-from slimrl.cluster.watchdog import Awaited, Patience
+from slimrl.cluster.watchdog import Awaited, Patience, answers
 
 
 def flags(**changes):
@@ -127,3 +127,5 @@ def test_a_train_worker_and_an_engine_share_a_slot_and_a_death_ends_the_wait():
         members[1].die.remote()
         with pytest.raises(ProcessDiedError, match="two died"):
             supervisor.get([members[0].watch.remote()], awaited)
+        # who is dead has no answer, which is no error of those who only ask how things stand
+        assert answers([member.gpu.remote() for member in members]) == [[slots.slots[0].gpu_id], None]

@@ -126,6 +126,12 @@ def test_of_a_blocked_loop_the_sample_that_blocks_it_is_named():
     assert "sample 13 in generation" in text and "12" not in text.replace("120", "")
 
 
+def test_of_many_stages_the_slowest_are_shown_and_the_others_counted():
+    samples = [SampleWhere(number, 0, f"stage {number // 2}", 9.0, "") for number in range(14)]
+    text = of_generation(generation(finished=0, samples=samples))
+    assert "samples 8, 9 in stage 4 for 9 s; 4 more elsewhere" in text and "stage 5" not in text
+
+
 def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
     made, block, blocked, go = threading.Event(), threading.Event(), threading.Event(), threading.Event()
     watches = []

@@ -20,6 +20,28 @@ def test_ones_own_memory_is_what_psutil_says():
     assert resident_gib(with_children=False) == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.02)
 
 
+CHURNS = f"""
+import subprocess, sys, threading
+child = subprocess.Popen([sys.executable, "-c", {HOLDS!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print("ready", flush=True)
+while True:
+    threads = [threading.Thread(target=lambda: None) for _ in range(8)]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+"""
+
+
+@pytest.mark.slow
+def test_a_child_counts_while_threads_of_its_parent_come_and_go():
+    with subprocess.Popen([sys.executable, "-c", CHURNS], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        amounts = [resident_gib(parent.pid) for _ in range(1500)]
+        parent.kill()
+    assert min(amounts) > 64 * MIB
+
+
 def test_the_memory_of_a_child_counts_for_its_parent_and_ends_with_it():
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -6,9 +6,10 @@ import asyncio
 import sys
 import threading
 
+from slimrl.data.sample import Sample
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.under_way import running_line
+from slimrl.rollout.under_way import UnderWay, running_line
 
 HOOKS = """
 import asyncio
@@ -58,6 +59,19 @@ def test_the_two_samples_that_hang_are_named_with_stage_and_line(make_args, toke
         (2, 1, "the reward", f"{file}:18 reward"),
     }
     assert left == []
+
+
+def test_one_sample_may_be_in_two_stages_at_once():
+    sample, under_way = Sample(prompt="?", index=3), UnderWay()
+
+    async def scenario():
+        with under_way.at(sample, "generation"):
+            with under_way.at(sample, "a judge"):
+                both = [where.stage for where in under_way.where()]
+            return both, [where.stage for where in under_way.where()]
+
+    assert asyncio.run(scenario()) == (["generation", "a judge"], ["generation"])
+    assert under_way.where() == []
     sys.modules.pop("hanging_hooks")
 
 

@@ -129,7 +129,6 @@ def test_a_server_killed_in_mid_push_ends_it_at_once(servers, folders, pool, pro
         return body
 
     proxy.tamper(UPDATES["split"], kill, range(2, 3))
-    # the address of the server itself is asked how it stands: the proxy would go on answering
     (error,) = pushes(pool, "split", folders[1], [servers[0].url, proxy.url], ["6"], tmp_path)
     assert "(1 of 3 attempts)" in error and f"failed on {proxy.url}" in error
     assert f"{proxy.url} does not answer" in error

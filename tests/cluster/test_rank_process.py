@@ -1,0 +1,54 @@
+"""What a training process answers to its actor, call by call."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from multiprocessing import Pipe
+
+from slimrl.cluster import rank_process
+
+
+class RankOnBrokenDevice:
+    """After an error its device refuses everything, as CUDA does after an illegal access."""
+
+    def __init__(self, *_: object) -> None:
+        self._broken = False
+
+    def device_memory(self) -> dict[str, float]:
+        if self._broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return {"cuda_peak_gib": 1.5}
+
+    def prepare(self) -> str:
+        return "ready"
+
+    def train(self) -> None:
+        self._broken = True
+        raise ValueError("the kernel that read beyond its tensor")
+
+    def wake(self) -> None: ...
+
+
+def test_an_error_of_a_call_reaches_the_actor_though_the_device_is_lost(monkeypatch):
+    monkeypatch.setattr(rank_process, "Rank", RankOnBrokenDevice)
+    ours, theirs = Pipe()
+    server = threading.Thread(target=rank_process.serve, args=(theirs,))
+    server.start()
+    ours.send_bytes(pickle.dumps("setup"))
+    answers = {}
+    for method in ("prepare", "train", "wake"):
+        ours.send_bytes(pickle.dumps((method, ())))
+        answers[method] = []
+        while not answers[method] or answers[method][-1][0] == "memory":
+            assert ours.poll(30)
+            answers[method].append(pickle.loads(ours.recv_bytes()))
+    ours.close()
+    server.join(30)
+    assert not server.is_alive()
+    assert answers["prepare"] == [("memory", {"cuda_peak_gib": 1.5}), ("value", "ready")]
+    ((kind, (summary, trace)),) = answers["train"]
+    assert (kind, summary) == ("error", "ValueError: the kernel that read beyond its tensor")
+    assert "in train" in trace
+    ((kind, (summary, _)),) = answers["wake"]  # a device that is lost is no success
+    assert kind == "error" and "illegal memory access" in summary
