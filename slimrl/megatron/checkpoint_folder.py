@@ -115,19 +115,18 @@ def commit(root: Path, iteration: int | None) -> Path:
     """Make the written checkpoint the newest one: rename its folder, then write the tracker file."""
     final, partial = root / folder_name(iteration), partial_path(root, iteration)
     sync_folder(partial)
-    if final.exists():  # the same rollout trained again after a resume
-        discarded = final.with_name(final.name + REPLACED)
+    discarded = final.with_name(final.name + REPLACED)
+    if replaces := final.exists():  # the same rollout trained again after a resume
         final.rename(discarded)  # found under this name too, should a kill fall here
-        partial.rename(final)
-        shutil.rmtree(discarded)
-    else:
-        partial.rename(final)
+    partial.rename(final)
     sync_folder(root)
     tracker = root / TRACKER_NAME
     fresh = tracker.with_name(TRACKER_NAME + UNFINISHED)
     write_bytes(fresh, (RELEASE if iteration is None else str(iteration)).encode())
     fresh.replace(tracker)
     sync_folder(root)
+    if replaces:  # not before the renames are on the disk
+        shutil.rmtree(discarded)
     return final
 
 
