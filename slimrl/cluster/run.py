@@ -257,7 +257,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         if trainers is not None:
             trainers.close()
         supervisor.forget()
-        ray.get(manager.close.remote())
+        supervisor.get([manager.close.remote()], _of_manager(manager, "the end of the engines"))
 
 
 def _of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:

@@ -106,7 +106,8 @@ class TrainGroup:
         """Leaves the process groups in order, then ends the actors."""
         self._call("close", what="the end of training")
         self._supervisor.forget()  # from here on ranks end because they are told to
-        ray.get([worker.stop.remote() for worker in self.workers])
+        stops = [worker.stop.remote() for worker in self.workers]
+        self._supervisor.get(stops, _of(self.workers, "the end of the training processes"))
         self.kill()
 
     def kill(self) -> None:
