@@ -123,7 +123,10 @@ class PackedCoreAttention(torch.nn.Module):
         queries, keys, wanted = query.shape[2], key.shape[2], value.shape[3]
         # Zeros change nothing, and for equal widths torch need not write out [queries, keys] scores.
         width = max(query.shape[3], wanted)
-        query, key, value = (F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
+        query, key, value = (
+            x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))  # by 0 it would copy
+            for x in (query, key, value)
+        )
         mask = None
         if queries != keys:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
