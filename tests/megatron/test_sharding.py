@@ -13,7 +13,7 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 from tests.megatron import ranks, reference, tiny
-from tests.megatron.layouts import SPREAD, relative_error
+from tests.megatron.layouts import CP2, SPREAD, relative_error
 from tests.megatron.test_freeze import SETTINGS, flags
 
 pytestmark = pytest.mark.slow
@@ -67,6 +67,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "gradients too": ("dense", fsdp("optim_grads"), 1.0, 0.5),
     "weights too": ("dense", ZERO3, 0.5, 0.5),
     "weights too, overlapped": ("dense", ZERO3 | {"overlap_grad_reduce": True, "overlap_param_gather": True}, 0.5, 0.5),
+    "weights too, CP2": ("dense", ZERO3 | CP2, 0.5, 0.5),
     "weights too, recomputed": ("dense", ZERO3 | RECOMPUTE, 0.5, 0.5),
     "experts' weights too": ("experts", ZERO3, 0.5, 0.5),
     "optimizer state, EP2": ("experts", fsdp("optim") | {"expert_model_parallel_size": 2}, 1.0, 1.0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from slimrl.arguments.checkpoint_files import TRACKER_NAME, folder_name, iteration_of, placed
+from slimrl.arguments.checkpoint_files import REPLACED, TRACKER_NAME, folder_name, iteration_of, placed
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.rules.checkpoints import is_hf_model
 
@@ -61,7 +61,7 @@ def find(folder: str | None, step: int | None) -> Found | None:
         return None
     root = Path(folder)
     if (root / _COMPLETE).is_file():
-        return Found(root, iteration_of(root.name))
+        return Found(root, iteration_of(root.name.removesuffix(REPLACED)))
     if is_hf_model(root):
         return Found(root, None)
     if step is None:

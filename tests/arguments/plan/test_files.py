@@ -56,6 +56,8 @@ def test_a_checkpoints_own_folder_is_taken(tmp_path):
     folder.mkdir()
     (folder / "metadata.json").write_text("{}")
     assert find(str(folder), None).iteration == 7
+    replaced = folder.rename(folder.with_name(folder.name + ".old"))  # as a kill may leave it
+    assert find(str(replaced), None).iteration == 7
 
 
 def safetensors(path: Path, tensors: dict[str, list[int]], dtype: str = "BF16", width: int = 2) -> None:
