@@ -45,7 +45,7 @@ class ClusterArguments:
     )
     distributed_timeout_minutes: int = flag(10, "longest wait of one training collective (minutes)", at_least=1)
     watchdog_report_seconds: float = flag(
-        600.0,
+        300.0,
         "after waiting this long say what is awaited, by whom and where each stands; again after twice as long, and"
         " so on (seconds; 0: never)",
         at_least=0,
