@@ -33,7 +33,9 @@ class StageMemory:
     activations: int  # kept for the backward pass, of all micro-batches in flight
     loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
-    weight_update: int  # the two buckets that new weights travel in, when nothing of the three above is there
+    weight_update: (
+        int  # the two buckets of new weights and what is gathered then, when none of the three above is there
+    )
     host: int  # in host memory: reference weights, optimizer state with --optimizer-cpu-offload
 
     @property
@@ -99,19 +101,32 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
-    held = (dense + expert) * element
+    held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
+    gathered = (dense + expert) * element - held  # Megatron-FSDP holds weights whole between two passes
     return StageMemory(
         layers=parts[number],
         parameters=weights.total,
         weights=held,
-        gradients=(dense + expert) * gradient_bytes(args),
+        gradients=_shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args),
         optimizer=state - offloaded,
         activations=int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
         loss=_output_bytes(args, shape, setting) if last else 0,
         backward=working_bytes(shape, setting, parts[number]),
-        weight_update=0 if args.debug_train_only else min(2 * args.update_weight_buffer_size, weights.total * element),
+        weight_update=gathered + _bucket_bytes(args, weights.total * element),
         host=offloaded + (2 * weights.total * element if args.use_reference else 0),
     )
+
+
+def _bucket_bytes(args: Arguments, weights: int) -> int:
+    """The two buckets that new weights travel in."""
+    return 0 if args.debug_train_only else min(2 * args.update_weight_buffer_size, weights)
+
+
+def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strategies: str) -> int:
+    """Elements of a slot, divided where Megatron-FSDP runs with one of `strategies`; without the layers at work."""
+    if args.use_megatron_fsdp and args.data_parallel_sharding_strategy in strategies:
+        return dense // groups.optimizer_shares + expert // groups.expert_data
+    return dense + expert
 
 
 def _output_bytes(args: Arguments, shape: Shape, setting: Setting) -> int:

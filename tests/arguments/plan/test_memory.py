@@ -42,6 +42,18 @@ def test_a_distributed_optimizer_is_divided_over_the_data_parallel_slots():
     assert stage.optimizer == 12 * SLOT // 4 == 6_034_487_808
 
 
+@pytest.mark.parametrize(
+    ("strategy", "weights", "gradients"), [("optim", 1, 1), ("optim_grads", 1, 4), ("optim_grads_params", 4, 4)]
+)
+def test_megatron_fsdp_divides_what_its_strategy_names_and_gathers_weights_for_a_push(strategy, weights, gradients):
+    sharding = dict(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
+    stage = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True, **sharding)
+    assert (stage.weights, stage.gradients) == (2 * SLOT // weights, 4 * SLOT // gradients)
+    assert stage.optimizer == 12 * SLOT // 4
+    whole = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True)
+    assert stage.weights + stage.weight_update == whole.weights + whole.weight_update
+
+
 def test_fp32_needs_no_second_copy_of_the_weights():
     stage = only_stage(QWEN3_4B, TP2)
     assert (stage.weights, stage.gradients, stage.optimizer) == (4 * SLOT, 4 * SLOT, 8 * SLOT)
