@@ -33,9 +33,7 @@ class StageMemory:
     activations: int  # kept for the backward pass, of all micro-batches in flight
     loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
-    weight_update: (
-        int  # the two buckets of new weights and what is gathered then, when none of the three above is there
-    )
+    weight_update: int  # two buckets of new weights, and what is gathered then: none of the three above is there
     host: int  # in host memory: reference weights, optimizer state with --optimizer-cpu-offload
 
     @property
