@@ -61,6 +61,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "context_parallelism_has_one_level": (
+        ["--context-parallel-size 2 --cp-comm-type a2a"],
+        [
+            (
+                "--context-parallel-size 2 --cp-comm-type a2a+p2p",
+                "--cp-comm-type a2a+p2p needs two levels of context parallelism and one is served: use p2p, all_gather"
+                " or a2a.",
+            )
+        ],
+    ),
     "run_has_a_length": (["--num-epoch 2", "--num-rollout 0"], []),
     "values_are_served": (
         ["--pipeline-model-parallel-size 1", "--update-weight-mode full"],

@@ -112,7 +112,7 @@ class OptimizerArguments:
     exp_avg_dtype: str = flag("fp32", "its first moment", choices=("fp32", "fp16", "bf16", "fp8"))
     exp_avg_sq_dtype: str = flag("fp32", "its second moment", choices=("fp32", "fp16", "bf16", "fp8"))
     use_stateless_adam: bool = flag(
-        False, "Adam without moments", not_served="use --optimizer sgd, or --reset-optimizer-states with adam"
+        False, "Adam without moments", not_served="moments are kept in this version; leave it out"
     )
     reset_optimizer_states: bool = flag(
         False, "forget Adam's moments before each rollout", not_served="moments are kept in this version; leave it out"

@@ -34,7 +34,7 @@ class StageMemory:
     loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
     weight_update: int  # two buckets of new weights, and what is gathered then: none of the three above is there
-    host: int  # in host memory: reference weights, optimizer state with --optimizer-cpu-offload
+    host: int  # in host memory: reference weights; with --optimizer-cpu-offload state and gradients
 
     @property
     def resident(self) -> int:
@@ -99,6 +99,7 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
+    copied = offloaded * FP32 // _state_bytes(args)  # gradients go where the state is, in float32
     held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
     gathered = (dense + expert) * element - held  # Megatron-FSDP holds weights whole between two passes
     return StageMemory(
@@ -111,7 +112,7 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
         loss=_output_bytes(args, shape, setting) if last else 0,
         backward=working_bytes(shape, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
-        host=offloaded + (2 * weights.total * element if args.use_reference else 0),
+        host=offloaded + copied + (2 * weights.total * element if args.use_reference else 0),
     )
 
 
@@ -150,13 +151,20 @@ def _optimizer_bytes(args: Arguments, groups: Groups, dense: int, expert: int) -
     """State of the fullest share: float32 copies of 16-bit weights, and the moments."""
     if args.use_distributed_optimizer:
         dense, expert = dense // groups.optimizer_shares, expert // groups.expert_data
-    per_element = (_copy_bytes(args) if parameter_bytes(args) < FP32 else 0) + _moment_bytes(args)
-    return (dense + expert) * per_element
+    return (dense + expert) * _state_bytes(args)
+
+
+def _state_bytes(args: Arguments) -> int:
+    """Bytes of the optimizer's state for one weight."""
+    return (_copy_bytes(args) if parameter_bytes(args) < FP32 else 0) + _moment_bytes(args)
 
 
 def _copy_bytes(args: Arguments) -> int:
-    """Bytes of the optimizer's own copy of a 16-bit weight; a bf16 weight and its 16 missing bits are one too."""
-    if not args.use_precision_aware_optimizer:
+    """Bytes of the optimizer's own copy of a 16-bit weight; a bf16 weight and its 16 missing bits are one too.
+
+    With --optimizer-cpu-offload the copy is whole, on the host and on the device.
+    """
+    if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
         return FP32
     remainders = args.bf16 and args.store_param_remainders and args.main_params_dtype == "fp32"
     return 2 if remainders else _DTYPE_BYTES[args.main_params_dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.plan.memory import StageMemory
 from slimrl.arguments.plan.plan import GIB, Plan
 from slimrl.arguments.problem import Problem
@@ -117,9 +118,16 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             "--sglang-mem-fraction-static",
             f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
             f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
-            f" {max(int(most * 100) / 100, 0.01):g} or less, let both take turns with --offload, or split the roles"
-            " with --rollout-num-gpus.",
+            f" {max(int(most * 100) / 100, 0.01):g} or less, let both take turns (leave {_kept_by(plan.args)} out), or"
+            " split the roles with --rollout-num-gpus.",
         )
+
+
+def _kept_by(args: Arguments) -> str:
+    """The flags because of which a side stays where it is."""
+    training = "--use-megatron-fsdp" if args.use_megatron_fsdp else "--no-offload-train"
+    sides = ((training, args.offload_train), ("--no-offload-rollout", args.offload_rollout))
+    return " and ".join(flag for flag, leaves in sides if not leaves)
 
 
 def warnings(plan: Plan) -> list[str]:

@@ -313,7 +313,7 @@ def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]
 
 def _host_reason(plan: Plan) -> str:
     reasons = ["the reference model"] if plan.args.use_reference else []
-    return " and ".join(reasons + (["the optimizer's state"] if plan.args.optimizer_cpu_offload else []))
+    return " and ".join(reasons + (["optimizer state and gradients"] if plan.args.optimizer_cpu_offload else []))
 
 
 def _engine(plan: Plan) -> Iterator[str]:

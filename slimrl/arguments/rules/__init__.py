@@ -76,6 +76,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     engines.engine_context_holds_a_sample,
     layout.world_divides_by_model_slots,
     layout.model_divides_by_tensor_parallel,
+    layout.context_parallelism_has_one_level,
     pipeline.stages_are_several,
     pipeline.layers_divide_over_stages,
     pipeline.virtual_stages_divide,

@@ -41,6 +41,16 @@ def world_divides_by_model_slots(args: Arguments, context: Context) -> Iterator[
             )
 
 
+def context_parallelism_has_one_level(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What exchanges keys and values on two levels has no sizes for them."""
+    if "a2a+p2p" in (args.cp_comm_type or []):
+        yield Problem(
+            "--cp-comm-type",
+            "--cp-comm-type a2a+p2p needs two levels of context parallelism and one is served: use p2p, all_gather or"
+            " a2a.",
+        )
+
+
 def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Iterator[Problem]:
     """Heads, key/value heads, both widths and the padded vocabulary are cut into equal parts."""
     tp = args.tensor_model_parallel_size

@@ -135,6 +135,7 @@ def test_two_roles_that_do_not_fit_beside_each_other_are_refused(recipe):
     (sentence,) = sentences(plan)
     rest = 80 - plan.memory.largest_stage.total / GIB
     assert f"give --sglang-mem-fraction-static {int(rest / 80 * 100) / 100:g} or less, let" in sentence
+    assert "let both take turns (leave --no-offload-rollout out)" in sentence
 
 
 def test_the_plan_says_who_leaves_the_memory_and_where_to(recipe):

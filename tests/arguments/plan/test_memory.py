@@ -65,8 +65,9 @@ def test_fp16_keeps_its_gradients_in_fp16_unless_told_otherwise():
 
 
 def test_an_offloaded_optimizer_lies_in_host_memory():
-    stage = only_stage(QWEN3_4B, TP2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
-    assert (stage.optimizer, stage.host) == (3 * SLOT, 9 * SLOT)
+    flags = dict(optimizer_cpu_offload=True, use_precision_aware_optimizer=True, optimizer_offload_fraction=0.75)
+    stage = only_stage(QWEN3_4B, TP2, bf16=True, **flags)
+    assert (stage.optimizer, stage.host) == (3 * SLOT, 9 * SLOT + 3 * SLOT)  # gradients are copied, too
 
 
 def test_a_reference_model_takes_two_copies_of_the_weights_in_host_memory():
