@@ -72,7 +72,7 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 64
-   --sglang-mem-fraction-static 0.5
+   --sglang-mem-fraction-static 0.7
    --sglang-ep-size 64
    --sglang-enable-dp-attention --sglang-dp-size 64 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
    --sglang-max-running-requests 512

@@ -68,7 +68,7 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
-   --sglang-mem-fraction-static 0.5
+   --sglang-mem-fraction-static 0.7
    # Its config and tokenizer are code of their own in the downloaded folder.
    --sglang-trust-remote-code
    # Speculative decoding with the model's own next-token layer, which training leaves as it is.

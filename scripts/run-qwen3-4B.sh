@@ -15,8 +15,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate)
-# Both sides keep their memory: the engines may take half of each GPU.
-MEM_FRACTION=0.5
+# Each side leaves the memory while the other works; what is not the engines' is for their graphs and for NCCL.
+MEM_FRACTION=0.7
 case ${1:-} in
    --split | --async)
       PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6)

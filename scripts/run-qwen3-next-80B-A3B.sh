@@ -73,7 +73,7 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 8
-   --sglang-mem-fraction-static 0.5
+   --sglang-mem-fraction-static 0.7
    --sglang-ep-size 8
    --sglang-max-running-requests 256
    # Speculative decoding with the model's own next-token layer, which training leaves as it is.

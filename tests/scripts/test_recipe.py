@@ -83,7 +83,7 @@ def test_the_recipe_takes_turns_on_all_8_gpus(base):
     args = accepted(line)
     assert line[0] == "train.py" and args.colocate
     assert (args.actor_num_gpus, args.rollout_num_gpus, args.data_parallel_size) == (8, 8, 4)
-    assert args.sglang_options == {"mem_fraction_static": 0.5}
+    assert args.sglang_options == {"mem_fraction_static": 0.7}
     assert args.global_batch_size == 32 * 8
 
 
