@@ -139,6 +139,8 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
         "overlap_p2p_comm": overlap_stages,
         # batched exchanges between virtual stages are silently wrong on gloo
         "batch_p2p_comm": not overlap_stages,
+        # freed right after an overlapped send has begun: gloo, which no stream orders, may read that memory later
+        "deallocate_pipeline_outputs": args.deallocate_pipeline_outputs and not (overlap_stages and is_cpu()),
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
         "gradient_accumulation_fusion": args.gradient_accumulation_fusion and _has_fused_weight_gradient(),

@@ -119,6 +119,16 @@ def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
     assert model.weight.data_ptr() == place
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stream orders what gloo does not")
+def test_what_an_overlapped_send_over_gloo_may_still_read_is_not_freed():
+    from slimrl.megatron.config import transformer_config
+
+    stages = tiny.tiny_args(pipeline_model_parallel_size=2)
+    assert transformer_config(stages).deallocate_pipeline_outputs
+    virtual = tiny.tiny_args(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert not transformer_config(virtual).deallocate_pipeline_outputs
+
+
 def config_fields() -> list[tuple[str, str, Any]]:
     """(class, field, default) of every field of the configurations that flags describe."""
     from megatron.core.distributed import DistributedDataParallelConfig
