@@ -145,7 +145,8 @@ def catch_signals() -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     # The kernel sends it to a process group that loses its parent while one of its members is stopped: we are then
-    # about to learn of that by the pidfd, and have to clean up.
+    # about to learn of that by the pidfd, and have to clean up. The command inherits this: it lives until we have seen
+    # what it left in shared memory.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return read_fd
 
@@ -158,7 +159,7 @@ def start(command: list[str], environment: dict[str, str]) -> int:
         return pid
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guardian:  # else it died before the death signal was set
