@@ -247,8 +247,20 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
             if args.save_interval
             else "after the last rollout"
         )
-        rows.append(("save", "--save", f"{args.save} ({when})"))
+        when += ", while training goes on" if args.async_save else ""
+        rows.append(("save", "--save", f"{args.save} ({when}; {_kept(plan)})"))
+    if args.save_hf is not None:
+        rows.append(("export", "--save-hf", f"{args.save_hf} (with each checkpoint; none is deleted)"))
     yield from table(rows)
+
+
+def _kept(plan: Plan) -> str:
+    """Which checkpoints are not deleted."""
+    newest, interval = plan.args.save_total_limit, plan.args.save_retain_interval
+    if newest is None and interval is None:
+        return "all stay"
+    parts = ["the newest stays" if newest in (None, 1) else f"the newest {newest} stay"]
+    return " and ".join([*parts, *([f"those after every {interval} rollouts"] if interval else [])])
 
 
 def _hooks(plan: Plan) -> Iterator[str]:

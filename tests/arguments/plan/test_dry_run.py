@@ -227,3 +227,21 @@ def test_nothing_heavy_is_imported(recipe):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
     assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ("", "(every 20 rollouts and after the last; all stay)"),
+        (
+            "--async-save --save-total-limit 3",
+            "(every 20 rollouts and after the last, while training goes on; the newest 3 stay)",
+        ),
+        (
+            "--save-retain-interval 100",
+            "(every 20 rollouts and after the last; the newest stays and those after every 100 rollouts)",
+        ),
+    ],
+)
+def test_the_plan_says_which_checkpoints_stay(recipe, more, shown):
+    assert f"{recipe.dir}/ckpt {shown}" in render(plan_of(recipe, f"--save-interval 20 {more}"))
