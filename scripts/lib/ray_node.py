@@ -10,6 +10,7 @@ end other people's clusters too.
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -28,6 +29,8 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 READY_TIMEOUT_S = 120
+START_ATTEMPTS = 3
+PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # what Ray says where it could not listen
 POLITE_STOP_S = 10
 # A head that cannot be reached for so long is gone: it answers from a thread of its own also when it is busy.
 HEAD_GONE_S = 10
@@ -233,20 +236,34 @@ class Node:
         """Start, wait for the others, tell the script where jobs go to, and stay; raises RuntimeError at the end."""
         args = self.args
         host = args.host or ("127.0.0.1" if args.nodes == 1 else own_address(args.master))
-        free, dashboard, client = free_ports(3)
-        port = args.port or free
-        if reachable(f"{host}:{port}"):
-            raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node")
-        flags = ["--head", "--include-dashboard=true", f"--node-ip-address={host}", f"--port={port}"]
-        flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-        self.ray = ray_start(args.folder, [*flags, *self.extra])
-        address = f"http://{host}:{dashboard}"
-        wait_until_ready(self.ray, address)
+        address = self._start_head(host)
         wait_for_nodes(self.ray, address, args.nodes, args.timeout_s)
         (args.folder / "address.new").write_text(address + "\n")
         (args.folder / "address.new").rename(args.folder / "address")
         code = wait_for_end(self.ray, gone=lambda: False)
         raise RuntimeError(f"the Ray head ended by itself with exit code {code}")
+
+    def _start_head(self, host: str) -> str:
+        """Returns the address for jobs once it answers; raises RuntimeError where it does not.
+
+        Ray binds its ports seconds after they were found free: where one was taken meanwhile, others are tried.
+        """
+        for attempt in itertools.count(1):
+            free, dashboard, client = free_ports(3)
+            port = self.args.port or free
+            if reachable(f"{host}:{port}"):
+                raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node")
+            flags = ["--head", "--include-dashboard=true", f"--node-ip-address={host}", f"--port={port}"]
+            flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
+            self.ray = ray_start(self.args.folder, [*flags, *self.extra])
+            address = f"http://{host}:{dashboard}"
+            try:
+                wait_until_ready(self.ray, address)
+                return address
+            except RuntimeError:
+                if attempt == START_ATTEMPTS or not any(sign in self.log() for sign in PORT_TAKEN):
+                    raise
+                stop_everything(self.ray)
 
     def be_worker(self) -> None:
         """Join, and stay as long as the head does; raises RuntimeError where this node ends before it."""

@@ -109,7 +109,20 @@ recipe_tiny() {
    fi
    PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
    if [[ " ${MODEL_ARGS[*]} " == *' --num-experts '* ]]; then PERF_ARGS+=(--expert-model-parallel-size 2); fi
+   recipe_tiny_optimizer
    MISC_ARGS+=(--run-name "$RECIPE-tiny")
+}
+
+# The toy's weights are float32, of which an optimizer in host memory has no copies to keep: it stays beside them.
+recipe_tiny_optimizer() {
+   local word kept=()
+   for word in "${OPTIMIZER_ARGS[@]}"; do
+      case $word in
+         --optimizer-cpu-offload | --overlap-cpu-optimizer-d2h-h2d | --use-precision-aware-optimizer) ;;
+         *) kept+=("$word") ;;
+      esac
+   done
+   OPTIMIZER_ARGS=("${kept[@]}")
 }
 
 # Two short rollouts on the problems of the toy in folder $1.
