@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import sys
 import types
@@ -162,12 +163,18 @@ def _accept_cpu_tensor_types() -> None:
 
 
 def _mend_sharding() -> None:
-    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and asks whether a module is one of
-    Transformer Engine's, which are no classes where that is not installed."""
+    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), asks whether a module is one of
+    Transformer Engine's, which are no classes where that is not installed, and lets gathers run on while it goes on to
+    what a stream would order after them: gloo has none, and memory was written to after it had been freed."""
     for module in _megatron_modules():
         if module.__name__.startswith("megatron.core.distributed.fsdp"):
             for function in _functions(module):
                 function.__code__ = _replace_in_code(function.__code__, {"cuda": "cpu", "cuda:": ""}, {})
+    buffers = sys.modules["megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"]
+    gather = buffers.AllGatherPipeline.all_gather_params
+    parameters = inspect.signature(gather).parameters.values()
+    defaults = {entry.name: entry.default for entry in parameters if entry.default is not entry.empty}
+    gather.__defaults__ = tuple((defaults | {"async_param_gather": False}).values())
     adapter = sys.modules["megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
     if not isinstance(adapter.TELinear, type):
         adapter.TELinear = type("NoLinear", (), {})
