@@ -25,7 +25,10 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slimrl.megatron.trainer import MegatronTrainer
 
 CHUNK = 8 * 1024**2
 
@@ -101,17 +104,9 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def measure(rank: int, size: int, root: Path, options: argparse.Namespace, results: Any) -> None:
-    """One rank: `rounds` interleaved rounds after one to warm up; rank 0 tells what they took."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    import torch
-    import torch.distributed as dist
-
+def open_trainer(rank: int, size: int, root: Path, options: argparse.Namespace) -> MegatronTrainer:
+    """One rank's trainer of that model, with its optimizer's state shared out over all ranks."""
     from slimrl.arguments import Arguments
-    from slimrl.megatron import checkpoint
-    from slimrl.megatron.checkpoint_saver import CheckpointSaver
-    from slimrl.megatron.retention import Retention
     from slimrl.megatron.trainer import MegatronTrainer
 
     args = Arguments(
@@ -124,7 +119,21 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
         num_steps_per_rollout=1,
         lr_decay_style="constant",
     )
-    trainer = MegatronTrainer(args, rank=rank, world_size=size, local_rank=0, init_method=f"file://{root}/store")
+    return MegatronTrainer(args, rank=rank, world_size=size, local_rank=0, init_method=f"file://{root}/store")
+
+
+def measure(rank: int, size: int, root: Path, options: argparse.Namespace, results: Any) -> None:
+    """One rank: `rounds` interleaved rounds after one to warm up; rank 0 tells what they took."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import torch
+    import torch.distributed as dist
+
+    from slimrl.megatron import checkpoint
+    from slimrl.megatron.checkpoint_saver import CheckpointSaver
+    from slimrl.megatron.retention import Retention
+
+    trainer = open_trainer(rank, size, root, options)
     state = checkpoint.TrainingState(
         trainer.stages, trainer.optimizer, trainer.scheduler, trainer.parallel, "every weight trained"
     )
