@@ -17,6 +17,7 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.engine import StoppableEngine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.stop_strings import end_at_stop_string
+from slimrl.rollout.stop_tokens import stop_tokens
 from slimrl.rollout.turns import append_generation
 from slimrl.rollout.under_way import UnderWay
 
@@ -50,6 +51,7 @@ class SampleMaker:
         self._tokenizer = tokenizer
         self._engine = engine
         self._scorer = scorer
+        self._stop_tokens = stop_tokens(args.hf_checkpoint, tokenizer)
         self._offers = {"engine": engine, "tokenizer": tokenizer}
         self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
         self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in args.rollout_sample_hook_path]
@@ -129,6 +131,9 @@ class SampleMaker:
         append_generation(sample, generation)
         if not generation.token_ids:
             return
+        ends = self._stop_tokens.union(params["stop_token_ids"] or ())
+        if sample.status is SampleStatus.ABORTED and generation.token_ids[-1] in ends:
+            sample.status = SampleStatus.COMPLETED  # it was cut off in the moment in which it ended
         if continued:  # characters and stop strings may reach over the place where it was cut
             new_tokens = len(generation.token_ids)
             end_at_stop_string(sample, new_tokens, params["stop"], lambda ids: self._decode(ids, params))

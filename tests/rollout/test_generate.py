@@ -13,6 +13,7 @@ from slimrl.rollout.engine import Generation
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.sample_task import SampleError
 from slimrl.rollout.sampling import sampling_seed
+from slimrl.rollout.stop_tokens import stop_tokens
 
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
@@ -183,6 +184,19 @@ def test_a_failing_reward_function_names_the_sample_the_prompt_and_the_cause(rol
 def test_an_answer_that_breaks_the_protocol_is_refused(roll, fake_engine, generation, message):
     with pytest.raises(SampleError, match=message):
         roll(fake_engine(lambda prompt, call: generation))
+
+
+def test_a_response_that_is_aborted_behind_its_last_token_is_complete(roll, fake_engine, tokenizer):
+    ended = Generation([5, tokenizer.eos_token_id], [0.0, 0.0], "abort", "1")
+    (output,), _, _ = roll(fake_engine(lambda prompt, call: ended))
+    assert {sample.status for group in output.groups for sample in group} == {SampleStatus.COMPLETED}
+
+
+def test_the_tokens_that_end_a_response_are_those_of_tokenizer_and_model(tmp_path, tokenizer):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert stop_tokens(str(tmp_path), tokenizer) == {7, 9, tokenizer.eos_token_id}
+    assert stop_tokens(None, tokenizer) == {tokenizer.eos_token_id}
 
 
 def test_text_that_the_engine_leaves_out_is_decoded_here_and_text_it_gives_is_kept(roll, fake_engine):
