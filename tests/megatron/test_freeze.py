@@ -13,6 +13,8 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 from tests.megatron import ranks, reference, tiny
+from tests.megatron.layouts import EP2, PP2, SPREAD
+from tests.megatron.layouts import TP2_SP as TP2
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +33,6 @@ SETTINGS = reference.ReferenceSettings(
     clip_grad=0.5,
 )
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SPREAD = {"use_distributed_optimizer": True}
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2 = {"pipeline_model_parallel_size": 2}
-EP2 = {"expert_model_parallel_size": 2}
 
 # name: ranks, model, flags, and what is frozen by its name in transformers' model
 CASES: dict[str, tuple[int, str, dict[str, Any], str]] = {

@@ -17,6 +17,8 @@ from slimrl.megatron.communicators import Communicators, distinct_backends
 from slimrl.megatron.offload import AsleepError, State, TrainingMemory
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
+from tests.megatron.layouts import SPREAD
+from tests.megatron.layouts import TP2_SP as TP2
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -233,9 +235,6 @@ def _tensor_bytes(trainer: Any) -> int:
             found[storage.data_ptr()] = storage.nbytes()
     return sum(size for address, size in found.items() if address not in aside)
 
-
-SPREAD = {"use_distributed_optimizer": True}
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 # name: ranks, model, flags
 LAYOUTS = {
