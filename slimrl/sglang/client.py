@@ -1,15 +1,20 @@
 """Asynchronous generation through the router: token ids in, token ids and log-probabilities out.
 
 Promises at most `concurrency` requests in flight, answers whose ids and log-probabilities are aligned, and the
-engine's own words in every error. A request that an engine refused (HTTP 4xx) is never sent again; one that surely did
-not reach it, or that the router answered with HTTP 5xx because its server was lost, is, a bounded number of times.
+engine's own words in every error. What is sent again, and how often:
+
+| what happened | what follows |
+| --- | --- |
+| the engine refused (HTTP 4xx) | never sent again |
+| the request took longer than `request_timeout_s` | never sent again |
+| nobody took it: no router listens, or it has no server (HTTP 503) | again, for `keep_trying_s` on end |
+| whoever worked on it was lost: the connection broke, or another HTTP 5xx | again, `MAX_LOSSES` times in all |
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -26,25 +31,39 @@ logger = logging.getLogger(__name__)
 
 # the router's policies "manual" and "consistent_hashing" send equal keys to one server (its prefix cache)
 SESSION_HEADER = "X-SMG-Routing-Key"
-MAX_RETRIES = 6
-FIRST_BACKOFF_S = 0.25  # doubles: 16 s in all
+MAX_LOSSES = 6  # a request that every server dies of must not end all of them
+KEEP_TRYING_S = 16.0
+FIRST_BACKOFF_S = 0.25  # doubles
+LONGEST_BACKOFF_S = 2.0
+CONNECT_TIMEOUT_S = 10.0
 ABORT_INTERVAL_S = 0.1
 ABORT_REQUEST_TIMEOUT_S = 10.0
 
 
-class _NoServerError(Exception):
-    """No server worked on the request to its end: it may be sent again."""
+class _UntakenError(Exception):
+    """Nobody began to work on the request."""
+
+
+class _LostError(Exception):
+    """Whoever worked on the request was lost; generation has no side effects, so another may begin anew."""
 
 
 class RouterClient:
     """Implements `slimrl.rollout.engine.EngineClient`. Use as `async with`, within one event loop.
 
-    `server_urls` are the servers behind the router, which does not pass aborts on. `request_timeout_s` bounds one
-    attempt, from its start to the last byte of the answer.
+    `server_urls` are the servers behind the router, which does not pass aborts on; set it anew when they change.
+    `request_timeout_s` bounds one attempt, from its start to the last byte of the answer. `keep_trying_s` is how long
+    a request that nobody takes is offered again: long enough for a router or the only server to be replaced.
     """
 
     def __init__(
-        self, router_url: str, server_urls: Sequence[str], *, concurrency: int, request_timeout_s: float
+        self,
+        router_url: str,
+        server_urls: Sequence[str],
+        *,
+        concurrency: int,
+        request_timeout_s: float,
+        keep_trying_s: float = KEEP_TRYING_S,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
@@ -52,16 +71,19 @@ class RouterClient:
         self.server_urls = [url.rstrip("/") for url in server_urls]
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
+        self._keep_trying_s = keep_trying_s
         self._slots = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
+        self._waiting = 0  # requests between two tries
         self._aborted = asyncio.Event()  # of the requests that are made from now on; each abort ends one
 
     async def __aenter__(self) -> RouterClient:
+        self._aborted = asyncio.Event()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=CONNECT_TIMEOUT_S),
             headers={"Content-Type": "application/json"},
         )
         return self
@@ -72,10 +94,11 @@ class RouterClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drops every connection; requests in flight are cancelled by the servers."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Drops every connection; requests in flight are cancelled by the servers, and none is sent again."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._aborted.set()  # whoever waits to try again finds the client closed
+            await session.close()
 
     @property
     def in_flight(self) -> int:
@@ -95,22 +118,22 @@ class RouterClient:
         body = orjson.dumps({"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True})
         headers = {SESSION_HEADER: session_id} if session_id is not None else {}
         aborted = self._aborted
-        backoff_s = FIRST_BACKOFF_S
-        deadline = time.monotonic() + self._request_timeout_s  # the router counts its own time-outs as lost servers
-        for attempt in itertools.count(1):
+        tries = _Tries(self._keep_trying_s)
+        while True:
             async with self._slots:
+                session = self._open()
                 if aborted.is_set():  # while it waited for its turn
                     return Generation([], [], "abort", "")
                 try:
-                    return _generation(await self._post(body, headers))
-                except _NoServerError as error:
-                    if attempt > MAX_RETRIES or time.monotonic() > deadline:
-                        raise EngineUnavailableError(f"{error} (tried {attempt} times)") from error
-                    logger.warning("%s: trying again in %.2g s", error, backoff_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(aborted.wait(), backoff_s)
-            backoff_s *= 2
-        raise AssertionError("unreachable: the count has no end")
+                    return _generation(await self._post(session, body, headers))
+                except (_UntakenError, _LostError) as error:
+                    if self._session is not session:
+                        raise EngineUnavailableError(f"{error} (the client was closed)") from error
+                    backoff_s = tries.backoff_after(error)
+                    # one line per outage, not one per request
+                    level = logging.DEBUG if self._waiting else logging.WARNING
+                    logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
+            await self._wait(backoff_s, aborted)
 
     async def abort_all(self) -> None:
         """Abort every request that has been made; returns when all of them have returned.
@@ -125,6 +148,14 @@ class RouterClient:
             if self._in_flight == 0:
                 return
             await asyncio.sleep(ABORT_INTERVAL_S)  # a request may have been between router and server just now
+
+    async def _wait(self, seconds: float, aborted: asyncio.Event) -> None:
+        self._waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(aborted.wait(), seconds)
+        finally:
+            self._waiting -= 1
 
     async def _abort_on(self, server_url: str) -> None:
         timeout = aiohttp.ClientTimeout(total=ABORT_REQUEST_TIMEOUT_S)
@@ -142,31 +173,62 @@ class RouterClient:
             # a lost server has nothing left to abort; its requests are the router's to move or fail
             logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
 
-    async def _post(self, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+    async def _post(self, session: aiohttp.ClientSession, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         url = f"{self.router_url}/generate"
+        started = time.monotonic()
         self._in_flight += 1
         try:
-            async with self._open().post(url, data=body, headers=headers) as response:
+            async with session.post(url, data=body, headers=headers) as response:
                 content = await response.read()
                 status = response.status
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _UntakenError(f"{url} cannot be reached: {error}") from error
         except TimeoutError as error:
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s") from error
-        except aiohttp.ClientConnectorError as error:  # surely not sent; any other break may have come later
-            raise _NoServerError(f"{url} cannot be reached: {error}") from error
         except aiohttp.ClientError as error:
-            raise EngineUnavailableError(f"{url} broke off: {type(error).__name__}: {error}") from error
+            raise _LostError(f"{url} broke off: {type(error).__name__}: {error}") from error
         finally:
             self._in_flight -= 1
+        if status == 200:
+            return orjson.loads(content)
+        words = content.decode(errors="replace")
         if 400 <= status < 500:
-            raise EngineRequestError(url, status, content.decode(errors="replace"))
-        if status != 200:
-            raise _NoServerError(f"{url} failed with HTTP {status}: {content.decode(errors='replace')}")
-        return orjson.loads(content)
+            raise EngineRequestError(url, status, words)
+        if time.monotonic() - started >= self._request_timeout_s:  # the router measures the same time
+            raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {words}")
+        kind = _UntakenError if status == 503 else _LostError
+        raise kind(f"{url} failed with HTTP {status}: {words}")
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            raise RuntimeError("the client is not open: use it as 'async with RouterClient(...)'")
+            raise RuntimeError("the client is not open (yet, or any more): use it as 'async with RouterClient(...)'")
         return self._session
+
+
+class _Tries:
+    """How often one request was sent in vain."""
+
+    def __init__(self, keep_trying_s: float) -> None:
+        self._keep_trying_s = keep_trying_s
+        self._count = 0
+        self._losses = 0
+        self._untaken_since: float | None = None
+        self._backoff_s = FIRST_BACKOFF_S
+
+    def backoff_after(self, error: _UntakenError | _LostError) -> float:
+        """Seconds to wait before the next try. Raises EngineUnavailableError where there is to be none."""
+        self._count += 1
+        if isinstance(error, _LostError):
+            self._losses += 1
+            self._untaken_since = None
+            hopeless = self._losses > MAX_LOSSES
+        else:
+            self._untaken_since = self._untaken_since or time.monotonic()
+            hopeless = time.monotonic() - self._untaken_since >= self._keep_trying_s
+        if hopeless:
+            raise EngineUnavailableError(f"{error} (tried {self._count} times)") from error
+        backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, LONGEST_BACKOFF_S)
+        return backoff_s
 
 
 def _generation(answer: dict[str, Any]) -> Generation:

@@ -34,14 +34,14 @@ def short_waits(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def stand_in(handler, path="/generate"):
+async def stand_in(handler, path="/generate", port=0):
     """An HTTP server that answers POSTs by `handler`; gives its URL."""
     app = web.Application()
     app.router.add_post(path, handler)
     app.router.add_post("/abort_request", lambda request: web.Response())
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     try:
         yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
@@ -49,8 +49,8 @@ async def stand_in(handler, path="/generate"):
         await runner.cleanup()
 
 
-async def generate(url: str, *, timeout_s: float = 20, **arguments):
-    async with RouterClient(url, [], concurrency=4, request_timeout_s=timeout_s) as client:
+async def generate(url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, **arguments):
+    async with RouterClient(url, [], concurrency=4, request_timeout_s=timeout_s, keep_trying_s=keep_trying_s) as client:
         return await client.generate([1, 2], {"max_new_tokens": 2, "sampling_seed": 9}, **arguments)
 
 
@@ -76,7 +76,7 @@ def test_the_request_and_the_answer_pass_unchanged():
     }
 
 
-def outcome(statuses: list[int]):
+def outcome(statuses: list[int], **arguments):
     """Answer or error, and the number of calls, where the router answers with `statuses`, the last one for ever."""
     calls = 0
 
@@ -88,7 +88,7 @@ def outcome(statuses: list[int]):
 
     async def body():
         async with stand_in(handler) as url:
-            return await generate(url)
+            return await generate(url, **arguments)
 
     try:
         return asyncio.run(body()), calls
@@ -109,36 +109,96 @@ def test_a_lost_server_is_answered_by_trying_again():
     assert answer.token_ids == [3, 4] and calls == 3
 
 
-def test_trying_again_has_an_end():
-    error, calls = outcome([503])
-    assert calls == client_module.MAX_RETRIES + 1
-    assert "HTTP 503: because (tried 7 times)" in str(error)
+def test_a_request_that_loses_one_server_after_the_other_is_given_up():
+    error, calls = outcome([500])
+    assert calls == client_module.MAX_LOSSES + 1
+    assert "HTTP 500: because (tried 7 times)" in str(error)
+
+
+def test_a_request_that_nobody_takes_is_offered_for_as_long_as_asked(monkeypatch):
+    monkeypatch.setattr(client_module, "LONGEST_BACKOFF_S", 0.02)
+    error, calls = outcome([503], keep_trying_s=0.5)
+    assert client_module.MAX_LOSSES + 1 < calls <= 27  # after 0, 0.01, 0.03, 0.05, ... s
+    assert f"HTTP 503: because (tried {calls} times)" in str(error)
+
+
+def test_losses_count_also_where_nobody_takes_the_request_in_between():
+    error, calls = outcome([500, 503, 500, 503, 500, 503, 500, 503, 500, 503, 500, 503, 500, 200])
+    assert isinstance(error, EngineUnavailableError) and calls == 13
 
 
 def test_a_router_that_does_not_listen_is_tried_again_then_named():
     claim = claim_ports()
-    with pytest.raises(EngineUnavailableError, match=rf"127.0.0.1:{claim.first}/generate cannot be reached.*7 times"):
-        asyncio.run(generate(f"http://127.0.0.1:{claim.first}"))
+    url = f"http://127.0.0.1:{claim.first}"
+    with pytest.raises(EngineUnavailableError, match=rf"{url}/generate cannot be reached.*tried \d+ times"):
+        asyncio.run(generate(url, keep_trying_s=0.1))
     claim.release()
 
 
-def test_a_connection_that_breaks_after_sending_is_not_tried_again():
+def test_a_request_survives_a_router_that_comes_back_at_the_same_url():
+    port = claim_ports()
+
+    async def handler(request):
+        return web.json_response(ANSWER)
+
+    async def body():
+        url = f"http://127.0.0.1:{port.first}"
+        async with RouterClient(url, [], concurrency=4, request_timeout_s=20, keep_trying_s=20) as client:
+            tasks = [asyncio.create_task(client.generate([1], {})) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            port.release()
+            async with stand_in(handler, port=port.first):
+                return await asyncio.gather(*tasks)
+
+    assert [answer.token_ids for answer in asyncio.run(body())] == [[3, 4]] * 8
+
+
+def test_a_connection_that_breaks_before_or_in_the_middle_of_the_answer_is_tried_again():
+    seen = []
+
+    async def handler(request):
+        seen.append(await request.read())
+        if len(seen) == 1:
+            request.transport.abort()
+        if len(seen) == 2:
+            response = web.StreamResponse(headers={"Content-Length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"text": "a')
+            request.transport.abort()
+            return response
+        return web.json_response(ANSWER)
+
+    async def body():
+        async with stand_in(handler) as url:
+            return await generate(url)
+
+    assert asyncio.run(body()).token_ids == [3, 4]
+    assert len(seen) == 3 and len(set(seen)) == 1
+
+
+def test_requests_in_flight_or_waiting_end_when_the_client_is_closed_and_are_not_sent_again(monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 30.0)
     calls = 0
 
     async def handler(request):
         nonlocal calls
         calls += 1
-        await request.read()
-        request.transport.abort()
-        return web.Response()
+        if calls == 1:
+            return web.Response(status=503)
+        await asyncio.sleep(30)
 
     async def body():
         async with stand_in(handler) as url:
-            await generate(url)
+            client = RouterClient(url, [], concurrency=4, request_timeout_s=20)
+            async with client:
+                tasks = [asyncio.create_task(client.generate([1], {})) for _ in range(2)]
+                await asyncio.sleep(0.2)
+            async with asyncio.timeout(2):
+                return await asyncio.gather(*tasks, return_exceptions=True)
 
-    with pytest.raises(EngineUnavailableError, match="broke off"):
-        asyncio.run(body())
-    assert calls == 1
+    waiting, in_flight = asyncio.run(body())
+    assert "not open" in str(waiting) and "the client was closed" in str(in_flight)
+    assert calls == 2
 
 
 def test_a_silent_engine_is_a_time_out():
