@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 
-from slimrl import platform
 from slimrl.cluster import process_log, working_folder
 from slimrl.processes.memory import resident_gib
 from slimrl.sglang.server import NodePart, ServerProcess
@@ -31,6 +30,7 @@ class ServerSettings:
     random_seed: int
     options: dict[str, Any]
     memory_saver: bool  # whether its memory can be released
+    cpu: bool  # whether its slots are no GPUs; finding out takes seconds
 
 
 @ray.remote(concurrency_groups={"watch": 1, "stop": 1, "memory": 1})
@@ -46,7 +46,7 @@ class EngineActor:
 
     def claim(self, part: NodePart, gpu_ids: list[int], log_path: Path) -> str:
         """Chooses the ports; returns the address at which the processes of all nodes meet."""
-        if not platform.is_cpu():
+        if not self._settings.cpu:
             # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         settings = self._settings
@@ -57,6 +57,7 @@ class EngineActor:
             random_seed=settings.random_seed,
             options=settings.options,
             memory_saver=settings.memory_saver,
+            cpu=settings.cpu,
             log_path=log_path,
             part=part,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ray
 
+from slimrl import platform
 from slimrl.arguments import Arguments
 from slimrl.cluster.engine import ActorPlace, Engine
 from slimrl.cluster.engine_actor import ServerSettings
@@ -103,4 +104,5 @@ def server_settings(args: Arguments, index: int) -> ServerSettings:
         random_seed=args.rollout_seed + index,
         options=args.sglang_options,
         memory_saver=args.offload_rollout,
+        cpu=platform.is_cpu(),
     )

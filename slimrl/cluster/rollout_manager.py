@@ -73,6 +73,11 @@ def load_tokenizer(path: str, *, trust_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_code)
 
 
+def _tokenizer_and_data(args: Arguments) -> tuple[Any, Any]:
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_code=bool(args.sglang_options.get("trust_remote_code")))
+    return tokenizer, open_data_source(args, tokenizer)
+
+
 @ray.remote(num_cpus=0, concurrency_groups={"watchdog": 4})
 class RolloutManager:
     """An asyncio actor: `watch` stays pending beside a running `generate`, which may overlap with training.
@@ -92,18 +97,19 @@ class RolloutManager:
         self._loop: LoopWatch | None = None
         self._doing = ""
         self._log_path = log_path
-        self._tokenizer = load_tokenizer(
-            args.hf_checkpoint, trust_code=bool(args.sglang_options.get("trust_remote_code"))
-        )
-        self._data_source = open_data_source(args, self._tokenizer)
+        self._opening = asyncio.Lock()
+        self._tokenizer: Any = None
+        self._data_source: Any = None
 
     async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:
         """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
         self._loop = LoopWatch()
         if slots is None:
+            await self._open_data()
             return []
         self._doing = "starting the servers (sglang*.log and router.log beside this log)"
-        self._fleet = await Fleet.start(self._args, slots, environment)
+        fleet = Fleet.start(self._args, slots, environment)
+        self._fleet, _ = await asyncio.gather(fleet, self._open_data())  # together: each takes seconds
         self._client = RouterClient(
             self._fleet.router_url,
             [endpoint.url for endpoint in self._fleet.endpoints],
@@ -115,6 +121,12 @@ class RolloutManager:
         self._generator = RolloutGenerator(self._args, self._tokenizer, self._client)
         self._doing = ""
         return self._fleet.endpoints
+
+    async def _open_data(self) -> None:
+        """Loads the tokenizer and opens the data source, once."""
+        async with self._opening:
+            if self._data_source is None:
+                self._tokenizer, self._data_source = await asyncio.to_thread(_tokenizer_and_data, self._args)
 
     async def watch(self) -> str:
         """Pending while the fleet lives; then the message of the first death."""
@@ -129,7 +141,8 @@ class RolloutManager:
         await asyncio.to_thread(self._memory.resume, tags)
 
     async def prompts_per_epoch(self) -> int:
-        """Number of prompts in the training data set."""
+        """Number of prompts in the training data set; may be asked before `start`."""
+        await self._open_data()
         return len(self._data_source)
 
     async def load_data_state(self, state: dict[str, Any]) -> None:

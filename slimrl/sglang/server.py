@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.platform import is_cpu
 from slimrl.processes import ManagedProcess, importable
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
@@ -50,6 +49,7 @@ class ServerProcess:
 
     `options` holds what the user typed after `--sglang-`, by the engine's own names; they win over slimrl's defaults.
     `port` None: a free one is chosen when the process starts. `memory_saver` makes release_memory possible (GPU).
+    `cpu` None: this process finds out whether the machine has GPUs, by importing torch, which takes seconds.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class ServerProcess:
         random_seed: int = 0,
         memory_saver: bool = False,
         part: NodePart = NodePart(),
+        cpu: bool | None = None,
     ) -> None:
         self.host = host
+        self._cpu = _has_no_gpu() if cpu is None else cpu
         self.log_path = Path(log_path)
         self.part = part
         self._wanted_port = port
@@ -115,15 +117,14 @@ class ServerProcess:
         """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
         if not self._claims:
             self.claim()
-        cpu = is_cpu()
         meeting = rendezvous(self._options, self.host, self._claims[1].first, self.part)
         managed = self._managed | {"port": self.port} | meeting
         ranks = managed["tp_size"] * self._options.get("pp_size", 1)
         self._process = ManagedProcess(
-            server_command(managed, self._options, cpu=cpu),
+            server_command(managed, self._options, cpu=self._cpu),
             name=f"SGLang server {self.url}" + (f" (node {self.part.rank})" if self.part.count > 1 else ""),
             log_path=self.log_path,
-            environment=server_environment(ranks, managed["base_gpu_id"], cpu=cpu),
+            environment=server_environment(ranks, managed["base_gpu_id"], cpu=self._cpu),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
         self._process.start()
@@ -153,7 +154,7 @@ class ServerProcess:
         seconds and releases nothing that killing it would not.
         """
         if self._process is not None:
-            self._process.stop((0.0 if is_cpu() else GRACEFUL_STOP_S) if timeout_s is None else timeout_s)
+            self._process.stop((0.0 if self._cpu else GRACEFUL_STOP_S) if timeout_s is None else timeout_s)
         self._release_ports()
 
     def _release_ports(self) -> None:
@@ -204,3 +205,9 @@ def server_environment(ranks: int, base_gpu_id: int, *, cpu: bool) -> dict[str, 
             picked = [cores[(base_gpu_id + rank) % len(cores)] for rank in range(ranks)]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, picked))
     return environment
+
+
+def _has_no_gpu() -> bool:
+    from slimrl.platform import is_cpu
+
+    return is_cpu()
