@@ -180,7 +180,7 @@ def test_a_function_may_need_what_its_contract_offers():
     assert hooks.accepted(needs, hooks.SampleHook, rollout_id=3, evaluation=True) == {"rollout_id": 3}
 
 
-PAGE = Path(hooks.__file__).parents[1] / "docs/hooks.md"
+PAGE = Path(hooks.__file__).parents[2] / "docs/hooks.md"
 CONTRACTS = [value for value in vars(hooks).values() if hooks.Hook in getattr(value, "__mro__", ())[1:]]
 
 
