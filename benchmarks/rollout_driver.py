@@ -1,96 +1,231 @@
-"""What the rollout driver itself costs per sample: an engine that answers at once, so that all time is ours.
+"""What the rollout driver costs per sample: whole rollouts through the real sglang-router, engines that take no time.
 
-    OMP_NUM_THREADS=1 python benchmarks/rollout_driver.py [--prompts 512] [--samples 8] [--response-tokens 512]
+    OMP_NUM_THREADS=1 python benchmarks/rollout_driver.py [--rounds 5] [--prompts 512] [--samples 8]
 
-Prints samples per second and microseconds per sample for whole rollouts (draw, request, reward, collect), beside
-the floor of the same machine: the same number of asyncio tasks that only await an answer.
+Every sample goes the whole way: prompt drawn and tokenized, HTTP request through the router, 512 tokens with
+log-probabilities back (from benchmarks/instant_server.py), graded by a grader process (no answer is right at sight),
+counted in the metrics, and laid into a pickled RolloutBatch per data-parallel rank, as the rollout manager does it.
+
+Target: at least 2000 samples per second on 4 cores. Beside it, in rounds that take turns on the same servers and
+router: the router itself under a generator that reads nothing, an aiohttp client that only decodes the answers, and an
+httpx client with its own JSON, the way of the known systems. Those spend 9 to 13 ms of driver CPU per sample in all
+(75 to 112 samples per second). Prints medians over the rounds: samples per second, and microseconds of CPU per sample
+of each process. Latencies are those of requests, once in these rollouts (which keep every slot of the client busy) and
+once at a steady 500 requests per second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
 import json
+import pickle
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import httpx
+import orjson
+import psutil
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.instant_server import raw_load
 from slimrl.arguments import Arguments
+from slimrl.data.packing import schedule_batch
+from slimrl.data.sample import Sample
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import Generation
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.rewards import rewards_of
+from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.train_data import training_batch
+from slimrl.sglang.client import RouterClient
+from slimrl.sglang.ports import claim_ports
+from slimrl.sglang.router import RouterProcess
+from slimrl.tiny.tokenizer import build_tokenizer
+
+JSON = {"Content-Type": "application/json"}
+SERVER = Path(__file__).with_name("instant_server.py")
+START_TIMEOUT_S = 120.0
+DATA_PARALLEL_SIZE = 2
+STEADY_PER_S = 500.0
+TARGET_PER_S = 2000.0
+KNOWN_MS = "9 to 13 ms"
+PROCESSES = ("driver", "graders", "router", "servers")
 
 
-class ByteTokenizer:
-    """One token per byte: tokenising is not what is measured."""
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    """A running router and the instant servers behind it."""
 
-    def __call__(self, texts: list[str], add_special_tokens: bool = False) -> dict[str, list[list[int]]]:
-        return {"input_ids": [list(text.encode()) for text in texts]}
+    router: RouterProcess
+    server_urls: list[str]
+    server_pids: list[int]
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far of this process and of those that work for it, by PROCESSES."""
+        graders = [child for child in psutil.Process().children() if "grader_worker" in " ".join(child.cmdline())]
+        guardian = psutil.Process(self.router.pid)
+        groups = {
+            "driver": [psutil.Process()],
+            "graders": graders,
+            "router": [guardian, *guardian.children(recursive=True)],
+            "servers": [psutil.Process(pid) for pid in self.server_pids],
+        }
+        return {name: sum(sum(one.cpu_times()[:2]) for one in group) for name, group in groups.items()}
 
 
-class InstantEngine:
-    """Answers every request at the next turn of the event loop."""
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """One round of one way: wall time per sample, and CPU time per sample by process, in seconds."""
 
-    def __init__(self, response_tokens: int) -> None:
-        self._token_ids = list(range(response_tokens))
-        self._log_probs = [-0.5] * response_tokens
-        self._text = "so " * (response_tokens - 4) + "\\boxed{42}"
+    seconds: float
+    cpu: dict[str, float]
+
+
+class TimedClient:
+    """The client, with the time of each request."""
+
+    def __init__(self, client: RouterClient) -> None:
+        self._client = client
+        self.seconds: list[float] = []
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
     ) -> Generation:
-        await asyncio.sleep(0)
-        return Generation(list(self._token_ids), list(self._log_probs), "stop", "1", self._text)
+        """As the client's."""
+        started = time.perf_counter()
+        generation = await self._client.generate(input_ids, sampling_params, session_id)
+        self.seconds.append(time.perf_counter() - started)
+        return generation
 
     async def abort_all(self) -> None:
-        """Nothing is in flight for long."""
+        """As the client's."""
+        await self._client.abort_all()
+
+    def percentiles_ms(self) -> tuple[float, float]:
+        """Median and 99th percentile since the last call, in milliseconds."""
+        hundredths = statistics.quantiles(self.seconds, n=100)
+        self.seconds.clear()
+        return 1e3 * hundredths[49], 1e3 * hundredths[98]
 
 
-def main() -> None:
-    """Runs the rollouts and prints one line per figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--response-tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    count = options.prompts * options.samples
-    with tempfile.TemporaryDirectory() as folder:
-        args = _arguments(Path(folder), options)
-        engine = InstantEngine(options.response_tokens)
-        source = RolloutDataSource(args, ByteTokenizer())
-        generator = RolloutGenerator(args, ByteTokenizer(), engine)
-        outputs: list[Any] = []
+class Driver:
+    """What the rollout manager does for one rollout, without Ray."""
 
-        async def rollout() -> None:
-            outputs.append(await generator.generate_rollout(len(outputs), source))
+    def __init__(self, args: Arguments, client: TimedClient) -> None:
+        tokenizer = build_tokenizer(max_length=32768)
+        self._args = args
+        self._source = RolloutDataSource(args, tokenizer)
+        self._generator = RolloutGenerator(args, tokenizer, client)
+        self._rollout_id = 0
+        self.bytes_per_rollout = 0
 
-        async def floor() -> None:
-            await asyncio.gather(*(engine.generate([], {}) for _ in range(count)))
+    async def rollout(self) -> None:
+        """From prompts to pickled batches."""
+        args = self._args
+        output = await self._generator.generate_rollout(self._rollout_id, self._source)
+        samples = [sample for group in output.groups for sample in group]
+        rewards = rewards_of(args, samples)
+        metrics = rollout_metrics(samples, rewards.raw.tolist())
+        shares = schedule_batch(
+            training_batch(args, samples, rewards),
+            data_parallel_size=DATA_PARALLEL_SIZE,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            max_tokens_per_micro_batch=args.max_tokens_per_gpu,
+            balance=True,
+        )
+        self.bytes_per_rollout = sum(len(pickle.dumps(share)) for share in shares)
+        if metrics["rollout/raw_reward"] != 0.5 or metrics["rollout/reward_failures"] != 0.0:
+            raise RuntimeError(f"every second answer is right, but the rewards are {metrics}")
+        self._rollout_id += 1
 
-        floor_s = _median_seconds(floor, options.repeats)
-        rollout_s = _median_seconds(rollout, options.repeats)
-        generator.close()
-    samples = [sample for group in outputs[-1].groups for sample in group]
-    started = time.perf_counter()
-    rollout_metrics(samples, rewards_of(args, samples).raw)
-    metrics_s = time.perf_counter() - started
-    print(f"samples per rollout       {count:>10}")
-    print(f"driver, samples per s     {count / rollout_s:>10.0f}")
-    print(f"driver, us per sample     {1e6 * rollout_s / count:>10.1f}")
-    print(f"floor, us per sample      {1e6 * floor_s / count:>10.1f}")
-    print(f"driver / floor            {rollout_s / floor_s:>10.1f}")
-    print(f"metrics, us per sample    {1e6 * metrics_s / count:>10.1f}")
+    def close(self) -> None:
+        """Ends the graders."""
+        self._generator.close()
 
 
-def _arguments(folder: Path, options: argparse.Namespace) -> Arguments:
+async def decode_only(url: str, body: bytes, count: int, concurrency: int) -> None:
+    """The least that an aiohttp client can do: requests, and their answers as Python objects."""
+    bodies = iter([body] * count)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=JSON) as session:
+
+        async def work() -> None:
+            for one in bodies:
+                async with session.post(url, data=one) as response:
+                    orjson.loads(await response.read())
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+
+
+async def httpx_only(url: str, request: dict[str, Any], count: int, concurrency: int) -> None:
+    """The same as the known systems do it: httpx, its JSON, and the tokens picked out of the answer."""
+    slots = asyncio.Semaphore(concurrency)
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None)) as client:
+
+        async def generate() -> None:
+            async with slots:
+                response = await client.post(url, json=request)
+                response.raise_for_status()
+                scored = response.json()["meta_info"]["output_token_logprobs"]
+                _ = [entry[1] for entry in scored], [entry[0] for entry in scored]
+
+        await asyncio.gather(*(generate() for _ in range(count)))
+
+
+async def steady(client: TimedClient, params: dict[str, Any], count: int) -> None:
+    """Sends requests at even distances, however long they take."""
+    tasks, started = [], time.perf_counter()
+    for number in range(count):
+        await asyncio.sleep(max(0.0, started + number / STEADY_PER_S - time.perf_counter()))
+        tasks.append(asyncio.create_task(client.generate(list(range(64)), params)))
+    await asyncio.gather(*tasks)
+
+
+@contextlib.contextmanager
+def running_fleet(folder: Path, servers: int, response_tokens: int) -> Iterator[Fleet]:
+    """Starts the servers and the router, and ends them."""
+    claim = claim_ports(servers)
+    ports = range(claim.first, claim.first + servers)
+    line = [sys.executable, str(SERVER), "--response-tokens", str(response_tokens), "--port"]
+    processes = [subprocess.Popen([*line, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for port in ports]
+    router = RouterProcess(log_path=folder / "router.log")
+    try:
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        for process in processes:
+            process.stdout.readline()
+        router.start()
+        router.wait_alive(START_TIMEOUT_S)
+        for url in urls:
+            router.add_worker(url)
+        router.wait_ready(servers, START_TIMEOUT_S)
+        yield Fleet(router, urls, [process.pid for process in processes])
+    finally:
+        router.stop()
+        for process in processes:
+            process.kill()
+            process.communicate()
+        claim.release()
+
+
+def arguments(folder: Path, options: argparse.Namespace) -> Arguments:
+    """A GRPO run with short prompts, every second of which has 21/2 as its answer."""
     data = folder / "train.jsonl"
-    data.write_text("\n".join(json.dumps({"input": f"6 * {i} = " * 10, "label": "42"}) for i in range(options.prompts)))
+    rows = [{"input": f"{number} + {number} = " * 4, "label": f"1{number % 2}.5"} for number in range(options.prompts)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
     return Arguments(
         prompt_data=str(data),
         label_key="label",
@@ -99,16 +234,111 @@ def _arguments(folder: Path, options: argparse.Namespace) -> Arguments:
         rollout_batch_size=options.prompts,
         n_samples_per_prompt=options.samples,
         rollout_max_response_len=options.response_tokens,
+        global_batch_size=options.prompts * options.samples,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=9216,
     )
 
 
-def _median_seconds(work: Callable[[], Coroutine[Any, Any, None]], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        asyncio.run(work())
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+async def measured(fleet: Fleet, work: Callable[[], Awaitable[Any]], count: int) -> Figures:
+    """One round of `count` samples."""
+    before, started = fleet.cpu_seconds(), time.perf_counter()
+    await work()
+    seconds, after = time.perf_counter() - started, fleet.cpu_seconds()
+    return Figures(seconds / count, {name: (after[name] - before[name]) / count for name in PROCESSES})
+
+
+async def run(options: argparse.Namespace, folder: Path, fleet: Fleet) -> None:
+    """Takes the rounds and prints the table."""
+    args = arguments(folder, options)
+    count, concurrency = options.prompts * options.samples, options.concurrency * options.servers
+    params = SamplingPlan.for_training(args).params(Sample(prompt="", tokens=[1] * 64), 1)
+    request = {"input_ids": list(range(64)), "sampling_params": params, "return_logprob": True}
+    body, url, few = orjson.dumps(request), f"{fleet.router.url}/generate", max(1, count // 8)
+    rounds: dict[str, list[Figures]] = {}
+    latencies: dict[str, list[tuple[float, float]]] = {"in the rollouts": [], "at a steady load": []}
+    async with RouterClient(
+        fleet.router.url, fleet.server_urls, concurrency=concurrency, request_timeout_s=600
+    ) as router_client:
+        client = TimedClient(router_client)
+        driver = Driver(args, client)
+        ways: dict[str, tuple[Callable[[], Awaitable[Any]], int]] = {
+            "slimrl, prompt to batch": (driver.rollout, count),
+            "aiohttp, answers decoded": (lambda: decode_only(url, body, count, concurrency), count),
+            "httpx, answers decoded": (lambda: httpx_only(url, request, few, concurrency), few),
+            "router, nothing read": (
+                lambda: raw_load(fleet.router.host, fleet.router.port, body, count, concurrency),
+                count,
+            ),
+        }
+        try:
+            for turn in range(options.rounds + 1):
+                for name, (work, samples) in ways.items():
+                    figures = await measured(fleet, work, samples)
+                    if turn:  # the first round opens connections and starts graders
+                        rounds.setdefault(name, []).append(figures)
+                    if work == driver.rollout:
+                        percentiles = client.percentiles_ms()
+                        if turn:
+                            latencies["in the rollouts"].append(percentiles)
+                if turn:
+                    await steady(client, params, few)
+                    latencies["at a steady load"].append(client.percentiles_ms())
+        finally:
+            driver.close()
+    show(options, rounds, latencies, driver.bytes_per_rollout / count)
+
+
+def show(
+    options: argparse.Namespace,
+    rounds: dict[str, list[Figures]],
+    latencies: dict[str, list[tuple[float, float]]],
+    batch_bytes: float,
+) -> None:
+    """Prints the table."""
+    count, concurrency = options.prompts * options.samples, options.concurrency * options.servers
+    print(
+        f"{count} samples of {options.response_tokens} tokens per rollout, {options.rounds} rounds, {options.servers}"
+        f" servers, {concurrency} requests in flight, {psutil.cpu_count()} cores, {batch_bytes:.0f} bytes per sample"
+        " in the batches"
+    )
+    print(f"{'':<26}{'samples/s':>10}{'(least':>9}{'most)':>8}   CPU us/sample: {'  '.join(PROCESSES)}")
+    driver_cpu = {}
+    for name, figures in rounds.items():
+        seconds = [figure.seconds for figure in figures]
+        cpu = {one: 1e6 * statistics.median(figure.cpu[one] for figure in figures) for one in PROCESSES}
+        driver_cpu[name] = cpu["driver"]
+        columns = "".join(f"{cpu[one]:>{len(one) + 2}.0f}" for one in PROCESSES)
+        print(
+            f"{name:<26}{1 / statistics.median(seconds):>10.0f}{1 / max(seconds):>9.0f}{1 / min(seconds):>8.0f}"
+            f"{'':<16}{columns}"
+        )
+    rate = 1 / statistics.median(figure.seconds for figure in rounds["slimrl, prompt to batch"])
+    own = driver_cpu["slimrl, prompt to batch"]
+    print(f"slimrl / target of {TARGET_PER_S:.0f} samples/s: {rate / TARGET_PER_S:.2f}")
+    for peer in ("aiohttp, answers decoded", "httpx, answers decoded"):
+        print(f"driver CPU, slimrl / {peer}: {own / driver_cpu[peer]:.2f}")
+    print(f"driver CPU of the known systems: {KNOWN_MS} per sample, {9e3 / own:.0f} to {13e3 / own:.0f} times as much")
+    for name, percentiles in latencies.items():
+        p50, p99 = (statistics.median(column) for column in zip(*percentiles, strict=True))
+        print(f"request latency {name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+
+
+def main() -> None:
+    """Reads the flags and measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--response-tokens", type=int, default=512)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=512, help="requests in flight per server")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_fleet(Path(folder), options.servers, options.response_tokens) as fleet,
+    ):
+        uvloop.run(run(options, Path(folder), fleet))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ ANSWER = {
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(client_module, "LONGEST_BACKOFF_S", 0.1)
 
 
 @contextlib.asynccontextmanager
