@@ -49,7 +49,7 @@ class StepRecord:
     step: int
     weight_version: str  # of the weights that generated the rollout
     rollout: dict[str, float]  # full names
-    train: list[dict[str, float]]  # names without prefix, see `metrics.TRAIN_METRICS`
+    train: list[dict[str, float]]  # names without prefix, see `metric_table.TRAIN`
     seconds: dict[str, float]  # by phase
     memory: dict[str, float] = dataclasses.field(default_factory=dict)  # GiB by process and kind
 

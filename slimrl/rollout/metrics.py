@@ -1,22 +1,6 @@
-"""The names and definitions of everything a rollout reports; flat dicts of plain numbers.
+"""What a rollout reports, computed from its samples: flat dicts of plain numbers.
 
-| name | meaning |
-| --- | --- |
-| `rollout/raw_reward` | mean reward as judged |
-| `rollout/raw_reward_std` | standard deviation (n - 1) of the rewards over all samples; 0 for one sample |
-| `rollout/response_len/{mean,median,max,min}` | response tokens |
-| `rollout/prompt_len/mean` | prompt tokens |
-| `rollout/truncated_ratio` | share of samples cut off by the length limit |
-| `rollout/repetition_frac` | share of responses whose end is one pattern over and over (see `is_repetitive`) |
-| `rollout/zero_std/ratio` | share of groups whose rewards are all equal, which therefore teach nothing |
-| `rollout/zero_std/count_<reward>` | groups in which every sample has that reward |
-| `rollout/reward_failures` | samples whose grader gave no verdict (counted as reward 0) |
-| `rollout/dynamic_filter/drop_<reason>` | groups that the dynamic sampling filter dropped |
-| `rollout/dynamic_filter/carried_over` | groups given back to the data source when the batch was full |
-| `rollout/partial/continued` | trained samples that were begun in an earlier rollout |
-| `rollout/partial/oldest` | of those the largest distance, in rollouts, to the one they were begun in; 0 for none |
-| `rollout/partial/carried_over` | groups given back to the data source when the batch was full |
-| `rollout/partial/unfinished` | samples in them that were cut off or had not begun |
+Every name and its definition stands in `slimrl.observability.metric_table` (docs/metrics.md).
 """
 
 from __future__ import annotations

@@ -1,11 +1,18 @@
-"""Several optimizer steps of one rollout become one entry; the docs list every name."""
+"""One table of all metrics: how names are found in it, how optimizer steps combine, and that page and table agree."""
 
+import itertools
 import math
+import re
 from pathlib import Path
 
-from slimrl.observability.metrics import TRAIN_METRICS, combine_steps
+import pytest
+
+from slimrl.observability.metric_table import METRICS, SECTIONS
+from slimrl.observability.metrics import Metric, axis_of, combine_steps, metric_of
+from slimrl.observability.metrics_docs import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {path: path.read_text() for path in (ROOT / "slimrl").rglob("*.py") if path.name != "metric_table.py"}
 
 
 def test_a_single_step_comes_back_bit_for_bit():
@@ -15,14 +22,15 @@ def test_a_single_step_comes_back_bit_for_bit():
 
 def test_each_name_combines_by_its_rule():
     steps = [
-        {"loss": 1.0, "ratio_max_abs_diff": 0.5, "tokens": 10.0, "lr": 1e-5, "own": 2.0},
-        {"loss": 2.0, "ratio_max_abs_diff": 0.2, "tokens": 30.0, "lr": 3e-5, "own": 4.0, "rare": 7.0},
+        {"loss": 1.0, "ratio_max_abs_diff": 0.5, "tokens": 10.0, "lr": 1e-5, "lr-pg_1": 1e-5, "own": 2.0},
+        {"loss": 2.0, "ratio_max_abs_diff": 0.2, "tokens": 30.0, "lr": 3e-5, "lr-pg_1": 3e-5, "own": 4.0, "rare": 7.0},
     ]
     assert combine_steps(steps) == {
         "loss": 1.5,
         "ratio_max_abs_diff": 0.5,
         "tokens": 40.0,
         "lr": 3e-5,
+        "lr-pg_1": 3e-5,
         "own": 3.0,
         "rare": 7.0,
     }
@@ -37,8 +45,51 @@ def test_no_steps_give_no_metrics():
     assert combine_steps([]) == {}
 
 
-def test_the_docs_say_what_every_name_means():
-    text = (ROOT / "docs" / "summary.md").read_text()
-    for name, metric in TRAIN_METRICS.items():
-        meaning = metric.meaning.replace("|", r"\|")
-        assert f"| `{name}` | {meaning} | {metric.combine} |" in text, name
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("rollout/response_len/median", "rollout/response_len/{mean,median,max,min}"),
+        ("rollout/response_len/mode", None),
+        ("rollout/zero_std/count_0.5", "rollout/zero_std/count_<reward>"),
+        ("eval/aime-2024-pass@16", "eval/<name>-pass@<k>"),
+        ("eval/aime-2024", "eval/<name>"),
+        ("memory/rank0_cuda_peak_gib", "memory/rank<r>_cuda_{allocated,peak,reserved,device_used}_gib"),
+        ("train/my_own_loss", None),
+    ],
+)
+def test_a_name_is_found_by_its_pattern(name, row):
+    found = metric_of(name, METRICS)
+    assert (found and found.name) == row
+
+
+def test_axes_are_those_of_the_prefix():
+    axes = {"train/loss": "train/step", "eval/math": "eval/step", "perf/total_time": "rollout/step"}
+    assert {name: axis_of(name) for name in axes} == axes
+    assert Metric("passrate/pass@<k>", "").axis == "rollout/step"
+
+
+def test_no_name_belongs_to_two_rows_but_for_the_data_sets_whose_names_may_be_anything():
+    for one, other in itertools.combinations(METRICS, 2):
+        assert one.name != other.name
+        for name in spelled_out(one):
+            assert not other.pattern.fullmatch(name) or other.name == "eval/<name>", f"{name}: {one} and {other}"
+
+
+def test_every_row_says_something_and_is_a_row_once():
+    assert len({metric.name for metric in METRICS}) == len(METRICS) > 80
+    for metric in METRICS:
+        assert metric.meaning
+        assert re.fullmatch(r"[a-z_]+/.+", metric.name)
+
+
+def test_the_page_is_made_from_the_table():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == markdown(), "python -m slimrl.observability.metrics_docs > docs/metrics.md"
+    assert page.count("\n| `") >= sum(map(len, SECTIONS.values()))
+
+
+def spelled_out(metric: Metric) -> list[str]:
+    """Names of the row, with 1 for what may be anything."""
+    parts = re.split(r"(\{[^}]*\}|<[^>]*>)", metric.name)
+    choices = [part[1:-1].split(",") if part.startswith("{") else [re.sub(r"<.*>", "1", part)] for part in parts]
+    return ["".join(words) for words in itertools.product(*choices)]

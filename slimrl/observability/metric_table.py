@@ -1,0 +1,265 @@
+"""The one table of all metrics: names, meanings, units, and how optimizer steps of one rollout combine.
+
+docs/metrics.md is made from it, Prometheus shows its meanings, and tests hold every name that a run writes against it.
+A new metric is a new row here. Names that functions of the user's report are passed on as they are.
+"""
+
+from __future__ import annotations
+
+from slimrl.observability.metrics import Metric
+
+_OF_RANKS = "the trainer's rollout columns, "  # of all samples that are trained on
+_TURNS = "--log-multi-turn"
+_MISMATCH = "--get-mismatch-metrics"
+_TIS = "--use-tis"
+_ENTROPY = "--use-rollout-entropy"
+
+TRAIN = (
+    Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
+    Metric("train/loss", "what is minimised: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss"),
+    Metric("train/pg_loss", "clipped policy-gradient loss"),
+    Metric("train/entropy_loss", "mean entropy of the policy's next-token distributions", "nats"),
+    Metric("train/pg_clipfrac", "tokens whose loss a clip decided", "share"),
+    Metric("train/ppo_kl", "mean of old - new log-probability: how far this rollout's steps have moved", "nats"),
+    Metric("train/kl_loss", "KL to the reference model by --kl-loss-type; 0 without a reference", "nats"),
+    Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
+    Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
+    Metric(
+        "train/train_rollout_logprob_abs_diff_mean",
+        "mean |train - rollout log-probability| over trained tokens",
+        "nats",
+    ),
+    Metric("train/train_rollout_logprob_abs_diff_max", "largest such difference of any trained token", "nats", "max"),
+    Metric("train/tis", "mean of training's over the engines' probability, the weight before its bounds", when=_TIS),
+    Metric("train/tis_clipfrac", "tokens whose weight a bound decided", "share", when=_TIS),
+    Metric("train/tis_abs", "mean distance of that weight from 1", when=_TIS),
+    Metric("train/opsm_clipfrac", "tokens that --use-opsm left out", "share", when="--use-opsm"),
+    Metric("train/grad_norm", "norm of the gradient over all parameters, before clipping"),
+    Metric("train/lr", "learning rate of the optimizer step", "", "last"),
+    Metric("train/lr-pg_<group>", "the same of each of the optimizer's parameter groups", "", "last"),
+    Metric("train/skipped", "optimizer steps not taken because loss or gradient was not finite", "count", "sum"),
+    Metric("train/tokens", "trained tokens, over all data-parallel ranks", "tokens", "sum"),
+    Metric(
+        "train/{samples,global_batch_size}", "samples of the optimizer step, over all data-parallel ranks", "samples"
+    ),
+    Metric("train/mismatch_kl", "mean of the engines' - training's log-probability (k1)", "nats", when=_MISMATCH),
+    Metric("train/mismatch_k3_kl", "the same KL by the estimator that is never negative (k3)", "nats", when=_MISMATCH),
+    Metric(
+        "train/mismatch_{training,rollout}_ppl",
+        "exp of minus the mean log-probability of a sample's tokens, mean over samples",
+        when=_MISMATCH,
+    ),
+    Metric(
+        "train/mismatch_log_ppl_abs_diff", "mean distance of these two logarithms, per sample", "nats", when=_MISMATCH
+    ),
+    Metric(
+        "train/memory_{parameters,gradients,optimizer}",
+        "on the rank that holds most of them",
+        "bytes",
+        "max",
+        "with a run's first step",
+    ),
+    Metric(
+        "train/memory_activations",
+        "the same of activations, at their peak",
+        "bytes",
+        "max",
+        "with a run's first step; on GPUs with every step",
+    ),
+    Metric(
+        "train/planned_memory_{parameters,gradients,optimizer,activations}",
+        "what --dry-run estimates for them, with micro-batches of this size",
+        "bytes",
+        "max",
+        "as those",
+    ),
+)
+
+ROLLOUT = (
+    Metric("rollout/step", "the rollout: horizontal axis of rollout/, perf/, memory/, multi_turn/, passrate/", "count"),
+    Metric("rollout/raw_reward", "mean reward as judged", "reward"),
+    Metric("rollout/raw_reward_std", "standard deviation (n - 1) over all samples; 0 for one sample", "reward"),
+    Metric("rollout/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
+    Metric("rollout/prompt_len/mean", "prompt tokens of a sample", "tokens"),
+    Metric("rollout/truncated_ratio", "samples cut off by the length limit", "share"),
+    Metric("rollout/repetition_frac", "responses whose end is one pattern over and over", "share"),
+    Metric("rollout/zero_std/ratio", "groups whose rewards are all equal, which therefore teach nothing", "share"),
+    Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
+    Metric("rollout/reward_failures", "samples whose grader gave no verdict (counted as reward 0)", "count"),
+    Metric(
+        "rollout/dynamic_filter/drop_<reason>",
+        "groups that the dynamic sampling filter dropped",
+        "count",
+        when="--dynamic-sampling-filter-path",
+    ),
+    Metric(
+        "rollout/dynamic_filter/carried_over",
+        "groups given back to the data source when the batch was full",
+        "count",
+        when="--dynamic-sampling-filter-path",
+    ),
+    Metric(
+        "rollout/partial/continued",
+        "trained samples that were begun in an earlier rollout",
+        "count",
+        when="--partial-rollout",
+    ),
+    Metric(
+        "rollout/partial/oldest",
+        "of those the largest distance to the rollout they were begun in; 0 for none",
+        "rollouts",
+        when="--partial-rollout",
+    ),
+    Metric(
+        "rollout/partial/carried_over",
+        "groups given back to the data source when the batch was full",
+        "count",
+        when="--partial-rollout",
+    ),
+    Metric(
+        "rollout/partial/unfinished",
+        "samples in them that were cut off or had not begun",
+        "count",
+        when="--partial-rollout",
+    ),
+    Metric("rollout/prefix_cache_hit_rate", "prompt tokens that a server had in its cache", "share"),
+    Metric("rollout/avg_cached_tokens_per_sample", "such tokens by trained sample", "tokens"),
+    Metric("rollout/spec_accept_rate", "draft tokens that the model accepted", "share", when="speculative decoding"),
+    Metric("rollout/spec_accept_length", "tokens by pass of the model", "tokens", when="speculative decoding"),
+    Metric(
+        "rollout/error_cat/<category>", "samples by that entry of their reward", "share", when="--log-reward-category"
+    ),
+    Metric(
+        "rollout/correct_length/{p25,p50,p75,p100}",
+        "response tokens of the samples with reward 1 or more, quantiles",
+        "tokens",
+        when="--log-correct-samples",
+    ),
+    Metric("rollout/correct_ratio", "samples with reward 1 or more", "share", when="--log-correct-samples"),
+    Metric(
+        "rollout/correct_entropy",
+        "entropy as below, of these samples only",
+        "nats",
+        when=f"--log-correct-samples with {_ENTROPY}",
+    ),
+    Metric("rollout/rewards", f"{_OF_RANKS}mean: the reward after the group's normalisation", "reward"),
+    Metric("rollout/truncated", f"{_OF_RANKS}mean: 1 where cut off", "share"),
+    Metric("rollout/response_lengths", f"{_OF_RANKS}mean", "tokens"),
+    Metric("rollout/total_lengths", f"{_OF_RANKS}mean: prompt and response", "tokens"),
+    Metric("rollout/log_probs", f"{_OF_RANKS}mean over samples of the mean over trained tokens: training's", "nats"),
+    Metric("rollout/rollout_log_probs", "the same of the engines'", "nats"),
+    Metric("rollout/ref_log_probs", "the same of the reference model's", "nats", when="with a reference model"),
+    Metric("rollout/kl", "the same of the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
+    Metric("rollout/advantages", "the same of the advantages, after whitening"),
+    Metric("rollout/returns", "the same of the returns: the advantages before whitening"),
+    Metric("rollout/entropy", "the same of the entropy of the next-token distributions", "nats", when=_ENTROPY),
+)
+
+TURNS = (
+    Metric(
+        "multi_turn/raw_response_length/response_length_{mean,max,min}",
+        "response tokens of a sample, those of tools included",
+        "tokens",
+        when=_TURNS,
+    ),
+    Metric(
+        "multi_turn/raw_response_length/response_length_clip_ratio",
+        "samples with --rollout-max-response-len such tokens or more",
+        "share",
+        when=_TURNS,
+    ),
+    Metric(
+        "multi_turn/wo_obs_response_length/response_length_{mean,max,min}",
+        "tokens that the model wrote itself (loss mask 1)",
+        "tokens",
+        when=_TURNS,
+    ),
+    Metric("multi_turn/round_number_{mean,max,min}", "turns of the model in a sample", "count", when=_TURNS),
+    Metric(
+        "passrate/pass@<k>",
+        "chance that k of a prompt's samples hold one with reward 1 or more; k = 1, 2, 4, ... and the group's size",
+        "share",
+        when="--log-passrate",
+    ),
+)
+
+EVAL = (
+    Metric("eval/step", "rollouts trained on before the evaluation: horizontal axis of eval/", "count"),
+    Metric("eval/<name>/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
+    Metric("eval/<name>-truncated_ratio", "samples cut off by the length limit", "share"),
+    Metric("eval/<name>-reward_failures", "samples whose grader gave no verdict (counted as reward 0)", "count"),
+    Metric(
+        "eval/<name>-pass@<k>",
+        "chance that k of a prompt's samples hold one with reward 1 or more; k = 1, 2, 4, ... and their number",
+        "share",
+    ),
+    Metric("eval/<name>", "mean reward of the data set <name>: with rewards 0 and 1 the accuracy", "reward"),
+)
+
+_TRAINING = "where something is trained"
+_LATENCIES = "{mean,median,p99,max,min}"
+PERF = (
+    Metric("perf/generate_time", "the rollout, from its start to the batches that are trained on", "s"),
+    Metric("perf/train_time", "the call of training", "s"),
+    Metric("perf/update_weights_time", "the push of the weights", "s"),
+    Metric("perf/{total_time,step_time}", "the step, without save and evaluate", "s"),
+    Metric("perf/wait_for_rollout_time", "waiting for generation", "s"),
+    Metric("perf/train_wait_time", "the step without the call of training", "s", when=_TRAINING),
+    Metric("perf/wait_time_ratio", "that part of the step", "share", when=_TRAINING),
+    Metric("perf/{save,evaluate}_time", "of a step that saves or is followed by an evaluation", "s", when="then"),
+    Metric(
+        "perf/{release_engines,wake_training,park_training,resume_engines}_time",
+        "moving weights and caches off the slots and back",
+        "s",
+        when="--offload",
+    ),
+    Metric("perf/train_tokens_per_second", "trained tokens by perf/train_time, all ranks together", "tokens/s"),
+    Metric("perf/update_weights_wire_bytes", "sent by the rank that sent most", "bytes", when="after a push"),
+    Metric("perf/update_weights_bytes_per_second", "the same by the time of the push", "bytes/s", when="after a push"),
+    Metric("perf/data_preprocess_time", "packing of micro-batches (rank 0)", "s", when=_TRAINING),
+    Metric("perf/{log_probs,ref_log_probs}_time", "pass of the policy, of the reference (rank 0)", "s", when=_TRAINING),
+    Metric("perf/actor_train_time", "forward, backward and optimizer, all steps (rank 0)", "s", when=_TRAINING),
+    Metric(
+        "perf/actor_train_tok_per_s", "prompt and response tokens by that time, all ranks", "tokens/s", when=_TRAINING
+    ),
+    Metric(
+        "perf/{log_probs,ref_log_probs,actor_train}_tflops",
+        "by training slot, without padding and recomputation; forward and backward count as three passes",
+        "TFLOP/s",
+        when=_TRAINING,
+    ),
+    Metric("perf/rollout_time", "generating and judging", "s"),
+    Metric("perf/tokens_per_gpu_per_sec", "response tokens by rollout_time and rollout slot", "tokens/s"),
+    Metric("perf/effective_tokens_per_gpu_per_sec", "the same without masked tokens", "tokens/s"),
+    Metric("perf/longest_sample_tokens_per_sec", "tokens of the longest response by rollout_time", "tokens/s"),
+    Metric("perf/longest_effective_sample_tokens_per_sec", "the same without masked tokens", "tokens/s"),
+    Metric(
+        "perf/longest_{sample,effective_sample}_tokens_per_sec_without_non_generation",
+        "these without the time in which that sample waited for its tools",
+        "tokens/s",
+        when="tools",
+    ),
+    Metric("perf/non_generation_time/{mean,median,max,min}", "a sample's time in tools", "s", when="tools"),
+    Metric(f"perf/request/e2e_latency/{_LATENCIES}", "a server's time for a request, queue included", "s"),
+    Metric(
+        f"perf/request/queue_time/{_LATENCIES}",
+        "of that in the server's queue",
+        "s",
+        when="--sglang-enable-metrics",
+    ),
+)
+
+MEMORY = (
+    Metric("memory/<process>_rss_gib", "resident memory, by process (docs/health.md)", "GiB"),
+    Metric("memory/rank<r>_cuda_{allocated,peak,reserved,device_used}_gib", "GPU memory of a rank", "GiB", when="GPUs"),
+)
+
+SECTIONS = {
+    "Training": TRAIN,
+    "Rollouts": ROLLOUT,
+    "Turns and pass rates": TURNS,
+    "Evaluation": EVAL,
+    "Time and speed": PERF,
+    "Memory": MEMORY,
+}
+METRICS = tuple(metric for rows in SECTIONS.values() for metric in rows)
