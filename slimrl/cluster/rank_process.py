@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.observability.logs import LOG_FORMAT
+from slimrl.observability.timeline_recorder import Timeline
 from slimrl.processes import stacks
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Rank:
     def __init__(self, setup: RankSetup, on_progress: Callable[[int, int], None]) -> None:
         self._setup = setup
         self._on_progress = on_progress
+        self.timeline = Timeline.open(setup.args, f"train rank {setup.rank}")
         self._updater: WeightUpdater | None = None
         self._store: TCPStore | None = None
         self._meeting_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
@@ -67,6 +69,7 @@ class Rank:
             local_rank=0,
             init_method=self._store,
             on_progress=self._on_progress,
+            timeline=self.timeline,
         )
         trainer = self._trainer
         return RankStart(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
@@ -117,6 +120,7 @@ class Rank:
         if self._updater is not None:
             self._updater.close()
         self._trainer.close()
+        self.timeline.flush()
 
 
 def serve(connection: Connection) -> None:
@@ -136,7 +140,8 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = ("value", getattr(rank, method)(*arguments))
+            with rank.timeline.span(method, **_facts(arguments)):
+                answer = ("value", getattr(rank, method)(*arguments))
             # not after an error: a device that failed refuses every further call, and the error would be lost
             if device_memory := rank.device_memory():
                 connection.send_bytes(pickle.dumps(("memory", device_memory)))
@@ -144,6 +149,11 @@ def serve(connection: Connection) -> None:
             answer = ("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
+
+
+def _facts(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What the timeline shows of a call: the rollout or the version that it is about."""
+    return {"about": arguments[0]} if arguments and isinstance(arguments[0], int | str) else {}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from slimrl.cluster.whereabouts import GenerationWhere
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
 from slimrl.observability import dump
+from slimrl.observability.timeline_recorder import Timeline
 from slimrl.processes.memory import resident_gib
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.metrics import rollout_metrics
@@ -28,6 +29,7 @@ from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.own_data_source import open_data_source
 from slimrl.rollout.own_logs import reported_metrics, reported_scalars
 from slimrl.rollout.rewards import rewards_of
+from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.rollout.train_data import training_batch
 from slimrl.sglang.client import RouterClient
@@ -89,6 +91,7 @@ class RolloutManager:
         working_folder.enter(folder)
         process_log.redirect_to(log_path, args.log_level)
         self._args = args
+        self._timeline = Timeline.open(args, "rollout manager")
         self._data_parallel_size = data_parallel_size
         self._fleet: Fleet | None = None
         self._client: RouterClient | None = None
@@ -109,7 +112,8 @@ class RolloutManager:
             return []
         self._doing = "starting the servers (sglang*.log and router.log beside this log)"
         fleet = Fleet.start(self._args, slots, environment)
-        self._fleet, _ = await asyncio.gather(fleet, self._open_data())  # together: each takes seconds
+        with self._timeline.span("start of the servers"):
+            self._fleet, _ = await asyncio.gather(fleet, self._open_data())  # together: each takes seconds
         self._client = RouterClient(
             self._fleet.router_url,
             [endpoint.url for endpoint in self._fleet.endpoints],
@@ -118,7 +122,9 @@ class RolloutManager:
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([ServerControl(endpoint.url) for endpoint in self._fleet.endpoints])
-        self._generator = RolloutGenerator(self._args, self._tokenizer, self._client)
+        self._generator = RolloutGenerator(
+            self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
+        )
         self._doing = ""
         return self._fleet.endpoints
 
@@ -179,8 +185,13 @@ class RolloutManager:
 
     async def generate(self, rollout_id: int) -> RolloutResult:
         """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank."""
+        with self._timeline.span("generate", rollout=rollout_id):
+            return await self._generate(rollout_id)
+
+    async def _generate(self, rollout_id: int) -> RolloutResult:
         self._memory.require(f"generating rollout {rollout_id}")
         started = time.perf_counter()
+        self._timeline.mark("samples")
         if self._args.load_debug_rollout_data:
             output = RolloutOutput(self._replay(rollout_id), {})
         elif self._generator is None:
@@ -189,6 +200,7 @@ class RolloutManager:
         else:
             output = await self._generator.generate_rollout(rollout_id, self._data_source)
         seconds = time.perf_counter() - started
+        self._timeline.mark("batches")
         groups = output.groups
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
@@ -232,7 +244,8 @@ class RolloutManager:
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set; the samples are dumped, their numbers returned."""
         self._memory.require("an evaluation")
-        results = await self._generator.evaluate(rollout_id)
+        with self._timeline.span("evaluate", track="evaluations", rollout=rollout_id):
+            results = await self._generator.evaluate(rollout_id)
         samples = [sample for result in results.values() for sample in result.samples]
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         self._dump(rollout_id, samples, metrics, evaluation=True)
@@ -254,3 +267,4 @@ class RolloutManager:
             await self._client.close()
         if self._fleet is not None:
             await self._fleet.close()
+        self._timeline.close()

@@ -23,6 +23,8 @@ from slimrl.cluster.watchdog import Awaited, Patience, answers
 from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
 from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.timeline import merge_at_end
+from slimrl.observability.timeline_recorder import Timeline
 from slimrl.observability.versions import package_versions
 from slimrl.processes.memory import resident_gib
 
@@ -40,6 +42,7 @@ class Run:
         manager: ray.actor.ActorHandle,
         supervisor: Supervisor,
         log: RunLog,
+        timeline: Timeline,
     ) -> None:
         """`start` is the first rollout to do; `trainers` is None with `--debug-rollout-only`."""
         self.args = args
@@ -49,6 +52,7 @@ class Run:
         self._manager = manager
         self._supervisor = supervisor
         self._log = log
+        self._timeline = timeline
         self._seconds: dict[str, float] = {}
         self._turns = Turns(
             trainers if args.offload_train else None,
@@ -66,7 +70,8 @@ class Run:
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with self._timeline.span(phase):
+            yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def start_generation(self, rollout_id: int) -> ray.ObjectRef:
@@ -175,7 +180,8 @@ class Run:
         """Times one turn of the loop; the loop reports it with `record`."""
         self._seconds = {}
         self._started = time.perf_counter()
-        yield
+        with self._timeline.span(f"step {rollout_id}", step=rollout_id):
+            yield
 
     def record(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> None:
         """Writes one step's line, TensorBoard scalars and summary entry."""
@@ -198,6 +204,8 @@ class Run:
         known = {"driver_rss_gib": resident_gib(with_children=False)}
         for answer in answers(refs):
             known |= answer or {}
+        for name, amount in known.items():
+            self._timeline.count(name, amount)
         return known
 
 
@@ -223,6 +231,9 @@ def open_run(args: Arguments) -> Iterator[Run]:
     plan = plan_slots(args)
     environment = worker_environment(args.train_env_vars)
     with contextlib.ExitStack() as stack:
+        timeline = stack.enter_context(_timeline(args))  # put together when everybody has ended
+        beginning = stack.enter_context(contextlib.ExitStack())
+        beginning.enter_context(timeline.span("start"))
         stack.enter_context(ray_session(plan.total))
         log = stack.enter_context(RunLog.open(args, package_versions()))
         slots = Slots(plan)
@@ -253,11 +264,23 @@ def open_run(args: Arguments) -> Iterator[Run]:
             awaited = _of_manager(manager, "the position in the data")
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
         log.begin(start)
-        yield Run(args, start, trainers, manager, supervisor, log)
+        beginning.close()
+        yield Run(args, start, trainers, manager, supervisor, log, timeline)
         if trainers is not None:
             trainers.close()
         supervisor.forget()
         supervisor.get([manager.close.remote()], _of_manager(manager, "the end of the engines"))
+
+
+@contextlib.contextmanager
+def _timeline(args: Arguments) -> Iterator[Timeline]:
+    timeline = Timeline.open(args, "driver")
+    try:
+        yield timeline
+    finally:
+        timeline.close()
+        if args.timeline:
+            logger.info("%s", merge_at_end(Path(args.run_dir)))
 
 
 def _of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:

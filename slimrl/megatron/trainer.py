@@ -42,6 +42,7 @@ from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.reference import ReferenceWeights
 from slimrl.megatron.step_guard import StepGuard
 from slimrl.megatron.step_metrics import reduce_step
+from slimrl.observability.timeline_recorder import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class MegatronTrainer:
         local_rank: int,
         init_method: str | dist.Store,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        timeline: Timeline | None = None,
     ):
         """Opens the process groups, builds and loads everything; collective over `world_size` processes.
 
@@ -73,6 +75,7 @@ class MegatronTrainer:
         """
         self.args = args
         self._on_progress = on_progress
+        self._timeline = timeline if timeline is not None else Timeline.off()
         self.parallel = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
         )
@@ -171,6 +174,7 @@ class MegatronTrainer:
         count = itertools.count(1)
 
         def advance() -> None:
+            self._timeline.mark("micro-batch")
             self._on_progress(next(count), passes * len(everything))
 
         columns = self._columns(batch, everything, advance)
@@ -179,10 +183,11 @@ class MegatronTrainer:
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples
-                with self.memory_report.step():
+                with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
                     sums = self._accumulate(micro_batches, columns, divisor, advance)
                 where = f"rollout {rollout_id}, optimizer step {number}"
-                step = self._step(sums, where, lambda: columns.broken_samples(batch))
+                with self._timeline.span("optimizer step", optimizer_step=number):
+                    step = self._step(sums, where, lambda: columns.broken_samples(batch))
                 metrics.append(step | {"samples": float(samples)})
                 self.memory_report.note(micro_batches)
         return metrics
@@ -213,9 +218,10 @@ class MegatronTrainer:
 
         ref_log_probs = None
         if self._reference is not None:
-            with self._reference.swapped_in():
+            with self._timeline.span("reference log-probs"), self._reference.swapped_in():
                 ref_log_probs = log_probs()
-        train_log_probs = log_probs()
+        with self._timeline.span("log-probs"):
+            train_log_probs = log_probs()
         rollout_log_probs = batch.rollout_log_probs.to(device)
         return ResponseColumns(
             old_log_probs=rollout_log_probs if self.args.use_rollout_logprobs else train_log_probs,

@@ -15,6 +15,7 @@ class Generation:
     finish_reason: str  # "stop" | "length" | "abort"
     weight_version: str
     text: str = ""
+    sent_ns: int = 0  # when the request that was answered was sent, by time.monotonic_ns; 0 where that is not known
 
 
 class EngineClient(Protocol):

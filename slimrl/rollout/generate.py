@@ -22,6 +22,7 @@ from slimrl.rollout.metrics import dynamic_filter_metrics, partial_metrics
 from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
+from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sampling import SamplingPlan
 from slimrl.rollout.sglang_rollout import call_rollout_function, eval_results, rollout_output
 from slimrl.rollout.under_way import SampleWhere
@@ -32,12 +33,13 @@ _HOPELESS_BATCHES = 16
 class RolloutGenerator:
     """Generates rollouts and evaluations, one at a time: a second call waits for the first. Close it when done."""
 
-    def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient) -> None:
+    def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient, trace: SampleTrace | None = None) -> None:
         self._args = args
         self._tokenizer = tokenizer
         self._engine = StoppableEngine(client)
         self._scorer = RewardScorer(args)
-        self._maker = SampleMaker(args, tokenizer, self._engine, self._scorer)
+        self._trace = trace if trace is not None else SampleTrace.off()
+        self._maker = SampleMaker(args, tokenizer, self._engine, self._scorer, self._trace)
         self._maker.check(SamplePolicy.for_training(args), "--rm-type")
         self._plan = SamplingPlan.for_training(args)
         self._evaluator = Evaluator(args, tokenizer, self._maker)
@@ -61,6 +63,7 @@ class RolloutGenerator:
     async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""
         async with self._turn:
+            self._trace.begin()
             data_source.begin_rollout(rollout_id)
             if self._function is None:
                 return await self.builtin_rollout(rollout_id, data_source)
@@ -78,6 +81,7 @@ class RolloutGenerator:
     async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
         """Every evaluation set by name, by `--eval-function-path` (`--rollout-function-path`) likewise."""
         async with self._turn:
+            self._trace.begin()
             if self._eval_function is None:
                 return await self.builtin_evaluation(rollout_id)
             returned = await call_rollout_function(

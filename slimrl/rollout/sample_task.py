@@ -14,8 +14,9 @@ from typing import Any
 from slimrl import hooks
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.engine import StoppableEngine
+from slimrl.rollout.engine import EngineClient, StoppableEngine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.sample_trace import GENERATION, SampleTrace
 from slimrl.rollout.stop_strings import end_at_stop_string
 from slimrl.rollout.stop_tokens import stop_tokens
 from slimrl.rollout.turns import append_generation
@@ -46,17 +47,19 @@ class SamplePolicy:
 class SampleMaker:
     """Generates and judges samples with one engine, one tokenizer and one scorer."""
 
-    def __init__(self, args: Arguments, tokenizer: Any, engine: StoppableEngine, scorer: RewardScorer) -> None:
+    def __init__(
+        self, args: Arguments, tokenizer: Any, engine: StoppableEngine, scorer: RewardScorer, trace: SampleTrace
+    ) -> None:
         self._args = args
         self._tokenizer = tokenizer
         self._engine = engine
         self._scorer = scorer
         self._stop_tokens = stop_tokens(args.hf_checkpoint, tokenizer)
-        self._offers = {"engine": engine, "tokenizer": tokenizer}
+        self._trace = trace
         self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
         self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in args.rollout_sample_hook_path]
         self.finished = 0
-        self.under_way = UnderWay()
+        self.under_way = UnderWay(trace.stage)
 
     def check(self, policy: SamplePolicy, source: str) -> None:
         """Raises where a policy's functions or reward type cannot be used."""
@@ -80,7 +83,8 @@ class SampleMaker:
         """
         if sample.status in _FINISHED:
             return [sample]
-        made = await self._named(sample, "generation", self._generate(sample, params, policy))
+        engine = self._trace.engine_for(self._engine, sample, rollout_id, policy.evaluation)
+        made = await self._named(sample, GENERATION, self._generate(sample, params, policy, engine))
         return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
 
     async def judge(self, samples: list[Sample], policy: SamplePolicy) -> None:
@@ -103,13 +107,15 @@ class SampleMaker:
                 made.reward = reward
         self.finished += len(samples)
 
-    async def _generate(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy) -> list[Sample]:
+    async def _generate(
+        self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, engine: EngineClient
+    ) -> list[Sample]:
         if policy.custom_generate_path is None:
-            await self._continue(sample, params)
+            await self._continue(sample, params, engine)
             made: Any = [sample]
         else:
             function, names = self._function(policy.custom_generate_path)
-            offers = {**self._offers, "evaluation": policy.evaluation}
+            offers = {"engine": engine, "tokenizer": self._tokenizer, "evaluation": policy.evaluation}
             made = await function(self._args, sample, params, **{name: offers[name] for name in names})
             made = made if isinstance(made, list) else [made]
             if not made or not all(isinstance(part, Sample) for part in made):
@@ -118,7 +124,7 @@ class SampleMaker:
             _check(part, may_be_aborted=self._engine.stopped)
         return made
 
-    async def _continue(self, sample: Sample, params: dict[str, Any]) -> None:
+    async def _continue(self, sample: Sample, params: dict[str, Any], engine: EngineClient) -> None:
         """Lets the engine continue `sample` in place, up to `max_new_tokens` more tokens."""
         if not sample.tokens:
             raise ValueError("the prompt has no tokens: messages need --apply-chat-template")
@@ -127,7 +133,7 @@ class SampleMaker:
             sample.status = SampleStatus.TRUNCATED
             return
         continued = sample.response_length > 0
-        generation = await self._engine.generate(sample.tokens, params, session_id=sample.session_id)
+        generation = await engine.generate(sample.tokens, params, session_id=sample.session_id)
         append_generation(sample, generation)
         if not generation.token_ids:
             return

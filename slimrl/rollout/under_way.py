@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from slimrl.data.sample import Sample
@@ -41,8 +41,10 @@ class _Work:
 class UnderWay:
     """`with under_way.at(sample, "generation"): await ...`; `where` may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[Sample, str, float], None] = lambda sample, stage, since: None) -> None:
+        """`on_end` hears of each piece of work that is over: its sample, its stage, and since when (time.monotonic)."""
         self._work: dict[int, _Work] = {}
+        self._on_end = on_end
 
     @contextlib.contextmanager
     def at(self, sample: Sample, stage: str) -> Iterator[None]:
@@ -53,6 +55,7 @@ class UnderWay:
             yield
         finally:
             del self._work[id(work)]
+            self._on_end(sample, stage, work.since)
 
     def where(self) -> list[SampleWhere]:
         """All of them, the one that has been in its stage for longest first."""

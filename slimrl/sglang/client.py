@@ -124,8 +124,11 @@ class RouterClient:
                 session = self._open()
                 if aborted.is_set():  # while it waited for its turn
                     return Generation([], [], "abort", "")
+                sent_ns = time.monotonic_ns()
                 try:
-                    return _generation(await self._post(session, body, headers))
+                    generation = _generation(await self._post(session, body, headers))
+                    generation.sent_ns = sent_ns
+                    return generation
                 except (_UntakenError, _LostError) as error:
                     if self._session is not session:
                         raise EngineUnavailableError(f"{error} (the client was closed)") from error

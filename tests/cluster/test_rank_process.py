@@ -7,6 +7,7 @@ import threading
 from multiprocessing import Pipe
 
 from slimrl.cluster import rank_process
+from slimrl.observability.timeline_recorder import Timeline
 
 
 class RankOnBrokenDevice:
@@ -14,6 +15,7 @@ class RankOnBrokenDevice:
 
     def __init__(self, *_: object) -> None:
         self._broken = False
+        self.timeline = Timeline.off()
 
     def device_memory(self) -> dict[str, float]:
         if self._broken:

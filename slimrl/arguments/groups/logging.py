@@ -20,6 +20,18 @@ class LoggingArguments:
     )
     tb_project_name: str | None = flag(None, "first folder level below the TensorBoard folder (none)")
     tb_experiment_name: str | None = flag(None, "second folder level below the TensorBoard folder (none)")
+    timeline: bool = flag(
+        True,
+        "do not record what every process does when (<run folder>/timeline.json.gz, for Perfetto)",
+        only_off=True,
+        off=("--no-timeline",),
+    )
+    timeline_requests: int = flag(
+        2048,
+        "requests of each rollout and of each evaluation that the timeline shows one by one, and likewise rewards and"
+        " tool calls (count of each)",
+        at_least=0,
+    )
     custom_config_path: str | None = flag(
         None,
         "YAML file of flags (path), which win over the command line; settings of your own hooks stand in it under"

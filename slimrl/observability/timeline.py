@@ -1,0 +1,213 @@
+"""The timeline of a run as one trace file, for https://ui.perfetto.dev and any reader of Chrome's trace events.
+
+    python -m slimrl.observability.timeline runs/NAME [--output FILE]
+
+Puts together what the processes of the run wrote down (`timeline_recorder`), at any time: while the run goes on, when
+it was killed, or when it has ended, as the driver does itself. Each process of the run is a process of the trace, with
+one row for what it does by itself, rows for what overlaps (requests, rewards), and its counters. Promises that spans
+on one row are within one another or apart, as the format asks. Ends with 2 where nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import heapq
+import itertools
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slimrl.observability.timeline_parts import Point, Recorded, Span, read_folder
+from slimrl.observability.timeline_recorder import FOLDER, MAIN
+
+REQUESTS = "requests"
+WAITED_MS = "waited_ms"
+_ORDER = ("driver", "rollout manager", "train rank", "server")
+_MERGE_AT_END_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """What was put together: the file, and how much of what it holds."""
+
+    path: Path
+    processes: int
+    spans: int
+    unfinished: int
+    broken_lines: int
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.spans:,} spans of {self.processes} processes, {_mib(self.path.stat().st_size)}"
+        if self.unfinished:
+            text += f"; {self.unfinished} never ended"
+        if self.broken_lines:
+            text += f"; {self.broken_lines} lines were cut off and are left out"
+        return text
+
+
+def merge(run_dir: Path, output: Path | None = None) -> Merged:
+    """Writes the trace (`<run_dir>/timeline.json.gz`); appears whole. Raises FileNotFoundError where there is none."""
+    recorded = read_folder(run_dir / FOLDER)
+    output = output or run_dir / "timeline.json.gz"
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        with gzip.open(unfinished, "wt", compresslevel=5, encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, event in enumerate(trace_events(recorded)):
+                file.write((",\n" if number else "") + json.dumps(event))
+            file.write("\n]}\n")
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    processes = {span.process for span in recorded.spans} | {point.process for point in recorded.points}
+    return Merged(output, len(processes), len(recorded.spans), recorded.unfinished, recorded.broken_lines)
+
+
+def merge_at_end(run_dir: Path) -> str:
+    """As the driver does at the end of a run: a sentence about the trace, or about how to get it where it is large."""
+    size = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.jsonl"))
+    if size > _MERGE_AT_END_BYTES:
+        return f"the timeline is {_mib(size)}: put it together with python -m slimrl.observability.timeline {run_dir}"
+    try:
+        return f"timeline: {merge(run_dir)}"
+    except (OSError, ValueError) as error:  # no reason to call the run a failure
+        return f"the timeline could not be put together: {error}"
+
+
+def trace_events(recorded: Recorded) -> Iterator[dict[str, Any]]:
+    """Chrome trace events: names first, then everything in the order of time; microseconds since the first of all."""
+    moments = [span.start_ns for span in recorded.spans] + [point.ns for point in recorded.points]
+    begin = min(moments, default=0)
+    rows = _Rows()
+    placed = [(span, *rows.place(span)) for span in sorted(recorded.spans, key=lambda s: (s.start_ns, -s.end_ns))]
+    for point in recorded.points:
+        rows.process(point.process)
+    yield from rows.names()
+    events = [_complete(span, process, row, begin) for span, process, row in placed]
+    events += [_point(point, rows.process(point.process), begin) for point in recorded.points]
+    for process in {span.process for span in recorded.spans}:
+        own = [span for span in recorded.spans if span.process == process and span.track == REQUESTS]
+        events += [_point(point, rows.process(process), begin) for point in _in_flight(process, own)]
+    yield from sorted(events, key=lambda event: event["ts"])
+
+
+class _Rows:
+    """Numbers for processes and rows: a row for each track, and as many more as its overlapping spans need."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[tuple[str, str], list[list[int]]] = {}  # of each row: the ends of its open spans
+        self._free: dict[tuple[str, str], list[int]] = defaultdict(list)  # rows of overlapping spans: lowest first
+        self._busy: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        self._numbers: dict[tuple[str, str, int], int] = {}
+
+    def process(self, name: str) -> int:
+        """The number of a process, 1 for the first."""
+        return self._processes.setdefault(name, len(self._processes) + 1)
+
+    def place(self, span: Span) -> tuple[int, int]:
+        """(process, row) of a span; spans come in the order of their begin, of equal ones the longest first."""
+        row = self._lowest_free(span) if span.overlaps else self._nested(span)
+        number = self._numbers.setdefault((span.process, span.track, row), len(self._numbers) + 1)
+        return self.process(span.process), number
+
+    def _lowest_free(self, span: Span) -> int:
+        key = (span.process, span.track)
+        busy, free = self._busy[key], self._free[key]
+        while busy and busy[0][0] <= span.start_ns:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        row = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (span.end_ns, row))
+        return row
+
+    def _nested(self, span: Span) -> int:
+        rows = self._tracks.setdefault((span.process, span.track), [])
+        for row, ends in enumerate(rows):
+            while ends and ends[-1] <= span.start_ns:
+                ends.pop()
+            if not ends or span.end_ns <= ends[-1]:
+                ends.append(span.end_ns)
+                return row
+        rows.append([span.end_ns])
+        return len(rows) - 1
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """The metadata: processes in the order of `_ORDER`, their own work above what overlaps."""
+        for place, name in enumerate(sorted(self._processes, key=_process_order)):
+            number = self._processes[name]
+            yield _metadata("process_name", number, 0, name=name)
+            yield _metadata("process_sort_index", number, 0, sort_index=place)
+        order = sorted(self._numbers, key=lambda key: (key[0], key[1] != MAIN, key[1], key[2]))
+        for place, (process, track, row) in enumerate(order):
+            process_number, number = self._processes[process], self._numbers[process, track, row]
+            title = track if row == 0 else f"{track} {row + 1}"
+            yield _metadata("thread_name", process_number, number, name=title)
+            yield _metadata("thread_sort_index", process_number, number, sort_index=place)
+
+
+def _process_order(name: str) -> tuple[Any, ...]:
+    kind = next((place for place, prefix in enumerate(_ORDER) if name.startswith(prefix)), len(_ORDER))
+    return kind, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _metadata(kind: str, process: int, row: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "ts": 0, "args": args}
+
+
+def _complete(span: Span, process: int, row: int, begin: int) -> dict[str, Any]:
+    # whole microseconds: rounded down alike, an end never comes to lie behind that of the span around it
+    start, end = (span.start_ns - begin) // 1000, (span.end_ns - begin) // 1000
+    event = {"ph": "X", "cat": span.track, "name": span.name, "pid": process, "tid": row}
+    return {**event, "ts": start, "dur": end - start, "args": span.facts}
+
+
+def _point(point: Point, process: int, begin: int) -> dict[str, Any]:
+    where = {"name": point.name, "pid": process, "tid": 0, "ts": (point.ns - begin) // 1000}
+    if point.value is None:
+        return {"ph": "i", "s": "p", **where}
+    return {"ph": "C", **where, "args": {"value": point.value}}
+
+
+def _in_flight(process: str, requests: Iterable[Span]) -> Iterator[Point]:
+    """How many of the recorded requests were with an engine, and how many waited to be sent, at every change."""
+    changes: list[tuple[int, int, int]] = []
+    for span in requests:
+        changes += [(span.start_ns, 1, 0), (span.end_ns, -1, 0)]
+        if waited := int(span.facts.get(WAITED_MS, 0) * 1e6):
+            changes += [(span.start_ns - waited, 0, 1), (span.start_ns, 0, -1)]
+    running = waiting = 0
+    for moment, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        for _, sent, queued in group:
+            running, waiting = running + sent, waiting + queued
+        yield Point(process, "requests in flight", moment, running)
+        yield Point(process, "requests waiting", moment, waiting)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def main(argv: list[str]) -> int:
+    """Merges one run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m slimrl.observability.timeline", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--output", type=Path, help="the trace to write (timeline.json.gz in the run's folder)")
+    options = parser.parse_args(argv)
+    try:
+        print(merge(options.run_dir, options.output))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
