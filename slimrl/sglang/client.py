@@ -25,6 +25,7 @@ import aiohttp
 import orjson
 
 from slimrl.rollout.engine import Generation
+from slimrl.sglang.answers import generation_of
 from slimrl.sglang.errors import EngineRequestError, EngineTimeoutError, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,10 @@ class RouterClient:
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._keep_trying_s = keep_trying_s
-        self._slots = asyncio.Semaphore(concurrency)
+        # a semaphore looks through those that it woke already, which costs more than a request where thousands wait
+        self._slots: asyncio.LifoQueue[None] = asyncio.LifoQueue()
+        for _ in range(concurrency):
+            self._slots.put_nowait(None)
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
         self._waiting = 0  # requests between two tries
@@ -120,22 +124,24 @@ class RouterClient:
         aborted = self._aborted
         tries = _Tries(self._keep_trying_s)
         while True:
-            async with self._slots:
+            await self._slots.get()
+            try:
                 session = self._open()
                 if aborted.is_set():  # while it waited for its turn
                     return Generation([], [], "abort", "")
                 sent_ns = time.monotonic_ns()
-                try:
-                    generation = _generation(await self._post(session, body, headers))
-                    generation.sent_ns = sent_ns
-                    return generation
-                except (_UntakenError, _LostError) as error:
-                    if self._session is not session:
-                        raise EngineUnavailableError(f"{error} (the client was closed)") from error
-                    backoff_s = tries.backoff_after(error)
-                    # one line per outage, not one per request
-                    level = logging.DEBUG if self._waiting else logging.WARNING
-                    logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
+                generation = generation_of(await self._post(session, body, headers))
+                generation.sent_ns = sent_ns
+                return generation
+            except (_UntakenError, _LostError) as error:
+                if self._session is not session:
+                    raise EngineUnavailableError(f"{error} (the client was closed)") from error
+                backoff_s = tries.backoff_after(error)
+                # one line per outage, not one per request
+                level = logging.DEBUG if self._waiting else logging.WARNING
+                logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
+            finally:
+                self._slots.put_nowait(None)
             await self._wait(backoff_s, aborted)
 
     async def abort_all(self) -> None:
@@ -176,7 +182,7 @@ class RouterClient:
             # a lost server has nothing left to abort; its requests are the router's to move or fail
             logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
 
-    async def _post(self, session: aiohttp.ClientSession, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+    async def _post(self, session: aiohttp.ClientSession, body: bytes, headers: dict[str, str]) -> bytes:
         url = f"{self.router_url}/generate"
         started = time.monotonic()
         self._in_flight += 1
@@ -193,7 +199,7 @@ class RouterClient:
         finally:
             self._in_flight -= 1
         if status == 200:
-            return orjson.loads(content)
+            return content
         words = content.decode(errors="replace")
         if 400 <= status < 500:
             raise EngineRequestError(url, status, words)
@@ -232,21 +238,3 @@ class _Tries:
             raise EngineUnavailableError(f"{error} (tried {self._count} times)") from error
         backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, LONGEST_BACKOFF_S)
         return backoff_s
-
-
-def _generation(answer: dict[str, Any]) -> Generation:
-    """The engine's answer, checked: one log-probability per new token, of that token."""
-    meta = answer["meta_info"]
-    token_ids, scored = answer["output_ids"], meta["output_token_logprobs"]
-    if [entry[1] for entry in scored] != token_ids:
-        raise EngineUnavailableError(
-            f"the engine answered {len(token_ids)} token ids and log-probabilities of {len(scored)} others:"
-            f" request {meta['id']}, finish reason {meta['finish_reason']}"
-        )
-    return Generation(
-        token_ids=token_ids,
-        log_probs=[entry[0] for entry in scored],
-        finish_reason=meta["finish_reason"]["type"],
-        weight_version=meta["weight_version"],
-        text=answer.get("text", ""),
-    )
