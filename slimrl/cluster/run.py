@@ -62,6 +62,8 @@ class Run:
         )
         if self.rollout_ids:
             logger.info("rollouts %d to %d are to be done", start, args.num_rollout - 1)
+        elif args.only_evaluates:
+            logger.info("--num-rollout 0: the weights are evaluated, and nothing is trained")
         else:
             logger.info(
                 "nothing is left to do: the next rollout is %d and --num-rollout is %d", start, args.num_rollout
@@ -260,7 +262,8 @@ def open_run(args: Arguments) -> Iterator[Run]:
             supervisor.watch(manager.watch.remote(), lambda error: f"the rollout manager died: {error}")
             if trainers is not None:
                 trainers.connect_engines(endpoints)
-        if data_state is not None:
+        joining = _joining(args, manager, supervisor, trainers, endpoints)
+        if data_state is not None and not args.only_evaluates:
             awaited = _of_manager(manager, "the position in the data")
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
         log.begin(start)

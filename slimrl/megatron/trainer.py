@@ -6,6 +6,7 @@ Needs no Ray: started once per process, with the same calls in the same order on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.rules.checkpoints import is_hf_model
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron import checkpoint, config, fsdp, overlap, parallel
-from slimrl.megatron.advantages import token_advantages
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
 from slimrl.megatron.checkpoint_saver import CheckpointSaver
 from slimrl.megatron.first_weights import load_first_weights
@@ -39,9 +39,12 @@ from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
+from slimrl.megatron.own_loss import OwnLoss
 from slimrl.megatron.reference import ReferenceWeights
+from slimrl.megatron.rollout_data import RolloutData, judged
 from slimrl.megatron.step_guard import StepGuard
 from slimrl.megatron.step_metrics import reduce_step
+from slimrl.megatron.training_hooks import TrainingHooks, after_initialization
 from slimrl.observability.timeline_recorder import Timeline
 
 logger = logging.getLogger(__name__)
@@ -84,6 +87,7 @@ class MegatronTrainer:
                 logger.warning(
                     "%s asks for what this machine does not have: the plain computation is done instead", flag
                 )
+        after_initialization(args)
         self.stages = build_stages(args, self.parallel)
         self._reference = self._load_reference()
         resumed = self._load_weights()
@@ -108,11 +112,13 @@ class MegatronTrainer:
             context_group=self.parallel.cp_group,
         )
         self._loss_settings = PolicyLossSettings.from_args(args)
+        self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler)
+        self._own_loss = OwnLoss(args, self._log_prob_settings) if self._loss_settings.own else None
         self._saver = CheckpointSaver.from_args(args)
         self._exporter = None if args.save_hf is None else ModelExporter(args, self.stages, self.parallel)
 
     def _load_reference(self) -> ReferenceWeights | None:
-        if not self.args.use_reference:
+        if not self.args.use_reference or self.args.only_evaluates:
             return None
         self._load_from_ref_load()
         return ReferenceWeights(self.stages)
@@ -147,7 +153,7 @@ class MegatronTrainer:
             data_state = checkpoint.load_training_state(
                 self._training_state(),
                 found,
-                load_optimizer=not self.args.no_load_optim,
+                load_optimizer=not self.args.no_load_optim and not self.args.only_evaluates,
                 load_random_state=not self.args.no_load_rng,
             )
             first = found.iteration + 1
@@ -177,14 +183,15 @@ class MegatronTrainer:
             self._timeline.mark("micro-batch")
             self._on_progress(next(count), passes * len(everything))
 
-        columns = self._columns(batch, everything, advance)
+        columns, data = self._columns(rollout_id, batch, everything, advance)
         metrics = []
         with overlap.weights_gathered_late(self._wrapped):
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples
                 with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
-                    sums = self._accumulate(micro_batches, columns, divisor, advance)
+                    self._begin_step(rollout_id, number)
+                    sums = self._accumulate(micro_batches, columns, data, divisor, advance)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 with self._timeline.span("optimizer step", optimizer_step=number):
                     step = self._step(sums, where, lambda: columns.broken_samples(batch))
@@ -204,43 +211,55 @@ class MegatronTrainer:
         )
 
     def _columns(
-        self, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
-    ) -> ResponseColumns:
-        """Everything the loss needs that does not change during the rollout's optimizer steps."""
-        device, length = self.parallel.device, batch.loss_mask.numel()
-        if not self.args.compute_advantages_and_returns:
-            return ResponseColumns.without_policy(batch.loss_mask.to(device))
+        self, rollout_id: int, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
+    ) -> tuple[ResponseColumns, RolloutData | None]:
+        """Everything the loss needs that does not change during the rollout's optimizer steps (see `judged`)."""
 
-        def log_probs() -> Tensor:
+        def log_probs(store_prefix: str) -> Tensor:
+            self._hooks.before_log_probs(store_prefix)
+            length = batch.loss_mask.numel()
             return compute_log_probs(
                 self._wrapped, micro_batches, self._log_prob_settings, length, self.parallel, advance
             )
 
-        ref_log_probs = None
-        if self._reference is not None:
-            with self._timeline.span("reference log-probs"), self._reference.swapped_in():
-                ref_log_probs = log_probs()
-        with self._timeline.span("log-probs"):
-            train_log_probs = log_probs()
-        rollout_log_probs = batch.rollout_log_probs.to(device)
-        return ResponseColumns(
-            old_log_probs=rollout_log_probs if self.args.use_rollout_logprobs else train_log_probs,
-            train_log_probs=train_log_probs,
-            rollout_log_probs=rollout_log_probs,
-            ref_log_probs=ref_log_probs,
-            advantages=token_advantages(self.args, batch, train_log_probs, ref_log_probs, self.parallel.dp_group),
-            loss_mask=batch.loss_mask.to(device),
+        train_log_probs = ref_log_probs = None
+        if self.args.compute_advantages_and_returns:
+            if self._reference is not None:
+                with self._reference.swapped_in():
+                    ref_log_probs = log_probs("ref_")
+            train_log_probs = log_probs("")
+        parallel = self.parallel
+        return judged(
+            self.args,
+            self._hooks,
+            rollout_id,
+            batch,
+            train_log_probs,
+            ref_log_probs,
+            parallel.dp_group,
+            parallel.device,
         )
 
-    def _accumulate(
-        self, micro_batches: list[MicroBatch], columns: ResponseColumns, divisor: int, advance: Callable[[], None]
-    ) -> list[PolicyLossSums]:
-        """The gradient of one optimizer step; `divisor` is what its loss is divided by, over all ranks."""
+    def _begin_step(self, rollout_id: int, step_id: int) -> None:
         self._guard.begin()
         # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
         for stage in self._wrapped:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._hooks.before_step(rollout_id, step_id)
+
+    def _accumulate(
+        self,
+        micro_batches: list[MicroBatch],
+        columns: ResponseColumns,
+        data: RolloutData | None,
+        divisor: int,
+        advance: Callable[[], None],
+    ) -> list[PolicyLossSums]:
+        """The gradient of one optimizer step; `divisor` is what its loss is divided by, over all ranks."""
+        own_loss = None
+        if self._own_loss is not None:
+            own_loss = functools.partial(self._own_loss.sums, columns=columns, data=data)
         return forward_backward(
             self._wrapped,
             micro_batches,
@@ -249,6 +268,7 @@ class MegatronTrainer:
             self._loss_settings,
             advance,
             by_tokens=self._layer_tokens(micro_batches) / max(divisor, 1) if self._layers_add_losses() else None,
+            own_loss=own_loss,
         )
 
     def _step(self, sums: list[PolicyLossSums], where: str, broken_inputs: Callable[[], list[str]]) -> dict[str, float]:

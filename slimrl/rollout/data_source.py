@@ -11,6 +11,7 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.rollout.buffer import GroupBuffer
+from slimrl.rollout.filter_hub.buffer_filters import pop_first
 from slimrl.rollout.prompt_mix import PromptMix
 
 _STATE_VERSION = 2
@@ -24,7 +25,8 @@ class RolloutDataSource:
 
     def __init__(self, args: Arguments, tokenizer: Any) -> None:
         self._n_samples_per_prompt: int = args.n_samples_per_prompt
-        self._prompts = PromptMix(args, tokenizer) if args.rollout_global_dataset else None
+        # nothing is drawn where nothing is trained
+        self._prompts = PromptMix(args, tokenizer) if args.rollout_global_dataset and not args.only_evaluates else None
         self._next_group_index = 0
         self._next_index = 0
         self._rollout_id: int | None = None
@@ -107,3 +109,6 @@ class RolloutDataSource:
 
 # the name under which slime has it, where another class lacks the buffer
 RolloutDataSourceWithBuffer = RolloutDataSource
+
+# slime has `pop_first` in this module
+__all__ = ["RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]

@@ -205,6 +205,15 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "evaluation_alone_evaluates": (
+        ["--num-rollout 0"],
+        [
+            (
+                "--num-rollout 0 --skip-eval-before-train",
+                "--skip-eval-before-train leaves out the one evaluation of --num-rollout 0: leave one of them out.",
+            ),
+        ],
+    ),
 }
 
 # rules whose broken side is a flag taken away or another config.json: below, or in a file of their own
@@ -258,6 +267,15 @@ def test_a_kl_weight_without_its_loss_is_refused(recipe):
     _, problems = read_args(recipe.line("--kl-loss-coef 0.1", without="--use-kl-loss"))
     assert [str(problem) for problem in problems] == [
         "--kl-loss-coef 0.1 weighs a loss that is off: add --use-kl-loss, or leave it out."
+    ]
+
+
+def test_an_evaluation_alone_needs_no_training_data_but_something_to_evaluate(recipe):
+    for flag in ("--prompt-data", "--rollout-max-response-len"):
+        assert read_args(recipe.line("--num-rollout 0", without=flag))[1] == []
+    _, problems = read_args(recipe.line("--num-rollout 0", without="--eval-interval"))
+    assert [str(problem) for problem in problems] == [
+        "--num-rollout 0 trains nothing and nothing is evaluated: give --eval-interval 1 (and sets), or rollouts."
     ]
 
 

@@ -13,7 +13,9 @@ DEFAULT_ROLLOUT_FUNCTION = "slimrl.rollout.sglang_rollout.generate_rollout"
 class RolloutArguments:
     """Sampling and the functions that do it."""
 
-    num_rollout: int | None = flag(None, "rollouts of the whole run (count); or give --num-epoch", at_least=0)
+    num_rollout: int | None = flag(
+        None, "rollouts of the whole run (count; 0 evaluates and trains nothing); or give --num-epoch", at_least=0
+    )
     num_epoch: int | None = flag(
         None,
         "passes over --prompt-data (count), each of size // --rollout-batch-size rollouts; --num-rollout wins",
@@ -112,6 +114,11 @@ class RolloutArguments:
         nargs="+",
         not_served="slimrl starts its own servers; give --rollout-num-gpus",
     )
+
+    @property
+    def only_evaluates(self) -> bool:
+        """True where nothing is trained and nothing generated to be trained on."""
+        return self.num_rollout == 0
 
     @property
     def has_own_rollout_function(self) -> bool:

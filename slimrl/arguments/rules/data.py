@@ -35,7 +35,7 @@ def data_files_exist(args: Arguments, context: Context) -> Iterator[Problem]:
 def prompts_have_one_source(args: Arguments, context: Context) -> Iterator[Problem]:
     """--prompt-data, or functions of the user's that do without."""
     off = "--disable-rollout-global-dataset"
-    if args.rollout_global_dataset:
+    if args.rollout_global_dataset or args.only_evaluates:
         return
     if args.prompt_data is not None and not args.has_own_data_source:
         yield Problem(off, f"{off} leaves --prompt-data unread: leave one of the two out.")

@@ -22,6 +22,23 @@ def evaluation_has_data(args: Arguments, context: Context) -> Iterator[Problem]:
         )
 
 
+def evaluation_alone_evaluates(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--num-rollout 0 trains nothing: the evaluation before the first rollout is all there is."""
+    if not args.only_evaluates or {"num_rollout", "eval_interval"} & context.broken:
+        return
+    if args.eval_interval is None:
+        yield Problem(
+            "--num-rollout",
+            "--num-rollout 0 trains nothing and nothing is evaluated: give --eval-interval 1 (and sets), or rollouts.",
+        )
+    for flag, given in (
+        ("--skip-eval-before-train", args.skip_eval_before_train),
+        ("--debug-train-only", args.debug_train_only),
+    ):
+        if given:
+            yield Problem(flag, f"{flag} leaves out the one evaluation of --num-rollout 0: leave one of them out.")
+
+
 def evaluation_sets_are_judged(args: Arguments, context: Context) -> Iterator[Problem]:
     """Each set has a reward, unless the user's own function makes its samples."""
     if args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION or {"rm_type", "custom_rm_path"} & context.broken:

@@ -25,8 +25,10 @@ def model_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem
 def training_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem]:
     """What every run needs besides the model."""
     spared = {"rollout_max_response_len"} if args.debug_train_only else set()
-    if args.has_own_data_source or not args.rollout_global_dataset:
+    if args.has_own_data_source or not args.rollout_global_dataset or args.only_evaluates:
         spared.add("prompt_data")
+    if args.only_evaluates and all(dataset.max_response_len is not None for dataset in args.eval_datasets):
+        spared.add("rollout_max_response_len")
     for name in _missing(args, context, [name for name in _TRAINING if name not in spared]):
         yield Problem(name, f"{name} is missing: every run needs it.")
 
