@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayActorError
 
-from slimrl.cluster.engine_actor import EngineActor, ServerSettings
+from slimrl.cluster.engine_actor import EngineActor, ServerEnd, ServerSettings
 from slimrl.cluster.slots import ENGINE_SHARE, EnginePart, Slots
 from slimrl.processes import ProcessStartError
 from slimrl.sglang.server import NodePart
@@ -36,7 +37,7 @@ class Engine:
     def __init__(self, settings: ServerSettings, parts: Sequence[EnginePart], slots: Slots, place: ActorPlace) -> None:
         """Places one actor per node, on the first slot of its part; `start` starts the processes."""
         self.url: str | None = None
-        self._settings = settings
+        self.settings = settings
         self._parts = parts
         self._slots = slots
         self._place = place
@@ -44,7 +45,7 @@ class Engine:
         self._watches = [actor.watch.remote() for actor in self._actors]
 
     def _suffix(self, rank: int) -> str:
-        return f"{self._settings.index}" + (f".node{rank}" if rank else "")
+        return self.settings.name + (f".node{rank}" if rank else "")
 
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
         place, suffix = self._place, self._suffix(rank)
@@ -52,7 +53,12 @@ class Engine:
             **self._slots.options(part.slots[0], ENGINE_SHARE),
             runtime_env={"env_vars": place.environment},
             name=f"engine {suffix}",
-        ).remote(self._settings, place.log_dir / f"engine{suffix}.log", place.log_level, place.folder)
+        ).remote(self.settings, place.log_dir / f"engine{suffix}.log", place.log_level, place.folder)
+
+    def successor(self) -> Engine:
+        """Another server on the same slots, not started; this one must have been ended."""
+        settings = dataclasses.replace(self.settings, life=self.settings.life + 1)
+        return Engine(settings, self._parts, self._slots, self._place)
 
     async def start(self, timeout_s: float) -> None:
         """Starts the processes and waits until the server answers.
@@ -67,7 +73,7 @@ class Engine:
         others = [asyncio.wrap_future(watch.future()) for watch in self._watches[1:]]
         done, _ = await asyncio.wait([ready, *others], return_when=asyncio.FIRST_COMPLETED)
         if ready not in done:
-            raise ProcessStartError(await self._end_together(done.pop().result()))
+            raise ProcessStartError(str(await self._end_together(done.pop().result())))
         await ready
 
     async def _claim(self, rank: int, meeting: str | None) -> str:
@@ -82,26 +88,49 @@ class Engine:
             self.url,
             slots=[slot for part in self._parts for slot in part.slots],
             nodes=[part.node for part in self._parts for _ in part.slots],
-            tensor_parallel_size=self._settings.tensor_parallel_size,
+            tensor_parallel_size=self.settings.tensor_parallel_size,
         )
 
     async def memory(self) -> dict[str, float]:
-        """Resident memory of its processes on all nodes, GiB by name."""
-        answers = await asyncio.gather(*(actor.memory.remote() for actor in self._actors))
-        return {name: amount for answer in answers for name, amount in answer.items()}
+        """Resident memory of its processes on all nodes, GiB by name; of those on lost nodes nothing."""
+        answers = await asyncio.gather(*(actor.memory.remote() for actor in self._actors), return_exceptions=True)
+        known: dict[str, float] = {}
+        for answer in answers:
+            if isinstance(answer, RayActorError):  # the watch over it says so
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            known |= answer
+        return known
 
-    async def watch(self) -> str:
-        """Pending while all processes live; then the message of the first death, when the others were ended."""
+    async def stopped(self) -> list[str]:
+        """Its processes that the kernel has stopped, on all nodes."""
+        answers = await asyncio.gather(*(actor.stopped.remote() for actor in self._actors))
+        return [name for answer in answers for name in answer]
+
+    async def last_log_lines(self) -> tuple[Path, str]:
+        """The log of its first node, and the end of it."""
+        return await self._actors[0].last_log_lines.remote()
+
+    async def watch(self) -> ServerEnd:
+        """Pending while all processes live; then the first death, when the others were ended."""
         watches = [asyncio.wrap_future(watch.future()) for watch in self._watches]
         done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
         return await self._end_together(next(iter(done)).result())
 
-    async def _end_together(self, message: str) -> str:
+    async def _end_together(self, end: ServerEnd) -> ServerEnd:
         """Ends what is left after a death and says so."""
         if len(self._actors) == 1:
-            return message
+            return end
         await asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors))
-        return f"{message}\nits processes on the other {len(self._actors) - 1} nodes were ended"
+        others = f"its processes on the other {len(self._actors) - 1} nodes were ended"
+        return dataclasses.replace(end, last_lines=f"{end.last_lines}\n{others}")
+
+    async def kill(self) -> None:
+        """Ends it at once and for good, whatever is left of it: also one that hangs, or whose actor is dead."""
+        await asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors), return_exceptions=True)
+        for actor in self._actors:
+            ray.kill(actor)
 
     async def close(self) -> None:
         """Ends the processes, then the actors."""

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from slimrl.cluster import process_log, working_folder
+from slimrl.processes import stacks
 from slimrl.processes.memory import resident_gib
 from slimrl.sglang.server import NodePart, ServerProcess
 
@@ -22,7 +23,10 @@ POLL_INTERVAL_S = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """What the processes of one server have in common on all its nodes."""
+    """What the processes of one server have in common on all its nodes.
+
+    `life` counts how often the server was replaced: every life has log files of its own.
+    """
 
     index: int
     model_path: str
@@ -31,6 +35,24 @@ class ServerSettings:
     options: dict[str, Any]
     memory_saver: bool  # whether its memory can be released
     cpu: bool  # whether its slots are no GPUs; finding out takes seconds
+    life: int = 0
+
+    @property
+    def name(self) -> str:
+        """ "0" in its first life, "0.1" in its second."""
+        return f"{self.index}.{self.life}" if self.life else f"{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerEnd:
+    """How a process of a server ended; as text with the last lines of its log."""
+
+    what: str
+    log_path: Path | None = None
+    last_lines: str = ""
+
+    def __str__(self) -> str:
+        return self.what if self.log_path is None else f"{self.what}; last lines of {self.log_path}:\n{self.last_lines}"
 
 
 @ray.remote(concurrency_groups={"watch": 1, "stop": 1, "memory": 1})
@@ -75,20 +97,28 @@ class EngineActor:
         self._server.wait_ready(timeout_s)
 
     @ray.method(concurrency_group="watch")
-    def watch(self) -> str:
-        """Pending while the process lives; then a message with its exit code and last log lines."""
+    def watch(self) -> ServerEnd:
+        """Pending while the process lives; then its exit code and last log lines."""
         while (server := self._server) is None or (code := server.poll()) is None:
             time.sleep(POLL_INTERVAL_S)
         part = server.part
-        name = f"SGLang server {self._settings.index}" + (
+        name = f"SGLang server {self._settings.name}" + (
             f", node {part.rank} of {part.count}" if part.count > 1 else ""
         )
         if self._stopping:
-            return f"{name} was stopped"
-        return (
-            f"{name} ({server.url}) died with exit code {code}; last lines of"
-            f" {server.log_path}:\n{server.last_log_lines(20)}"
-        )
+            return ServerEnd(f"{name} was stopped")
+        what = f"{name} ({server.url}) died with exit code {code}"
+        return ServerEnd(what, server.log_path, server.last_log_lines(20))
+
+    @ray.method(concurrency_group="memory")
+    def stopped(self) -> list[str]:
+        """Processes of the server that the kernel has stopped (SIGSTOP, a debugger), as "name (pid)"."""
+        return [] if self._server is None else stacks.stopped_below(self._server.pid)
+
+    @ray.method(concurrency_group="memory")
+    def last_log_lines(self) -> tuple[Path, str]:
+        """The server's log, and the end of it."""
+        return self._server.log_path, self._server.last_log_lines(20)
 
     @ray.method(concurrency_group="memory")
     def memory(self) -> dict[str, float]:

@@ -74,7 +74,12 @@ class Fleet:
         done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in others:
             task.cancel()
-        return closing.result() if closing in done else done.pop().result()
+        return closing.result() if closing in done else str(done.pop().result())
+
+    def renew(self, index: int) -> Engine:
+        """Another server in the place of number `index`, not started; that one must have been ended."""
+        self.engines[index] = self.engines[index].successor()
+        return self.engines[index]
 
     async def _watch_closing(self) -> str:
         await self.closing.wait()

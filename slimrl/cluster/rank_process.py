@@ -75,9 +75,11 @@ class Rank:
         return RankStart(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
 
     def connect_engines(self, endpoints: list[Any]) -> None:
-        """Prepares weight pushes to these engines."""
+        """Prepares weight pushes to these engines, and no more to those before."""
         from slimrl.weights.sync import WeightUpdater
 
+        if self._updater is not None:
+            self._updater.close()
         self._updater = WeightUpdater.create(self._setup.args, self._trainer.parallel, endpoints)
 
     def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
@@ -120,7 +122,6 @@ class Rank:
         if self._updater is not None:
             self._updater.close()
         self._trainer.close()
-        self.timeline.flush()
 
 
 def serve(connection: Connection) -> None:

@@ -16,6 +16,8 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import process_log, working_folder
 from slimrl.cluster.event_loop import LoopWatch
 from slimrl.cluster.fleet import Fleet
+from slimrl.cluster.health_monitor import HealthFlags
+from slimrl.cluster.recovery import KEEP_TRYING_S, Recovery
 from slimrl.cluster.slots import Slots
 from slimrl.cluster.whereabouts import GenerationWhere
 from slimrl.data.packing import schedule_batch
@@ -32,6 +34,7 @@ from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.rollout.train_data import training_batch
+from slimrl.sglang.client import KEEP_TRYING_S as KEEP_TRYING_WITHOUT_RECOVERY_S
 from slimrl.sglang.client import RouterClient
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.loads import load_of
@@ -94,6 +97,7 @@ class RolloutManager:
         self._timeline = Timeline.open(args, "rollout manager")
         self._data_parallel_size = data_parallel_size
         self._fleet: Fleet | None = None
+        self._recovery: Recovery | None = None
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
         self._memory = EngineMemory([])
@@ -119,9 +123,13 @@ class RolloutManager:
             [endpoint.url for endpoint in self._fleet.endpoints],
             concurrency=self._args.sglang_server_concurrency * len(self._fleet.endpoints),
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
+            keep_trying_s=KEEP_TRYING_S if self._args.use_fault_tolerance else KEEP_TRYING_WITHOUT_RECOVERY_S,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([ServerControl(endpoint.url) for endpoint in self._fleet.endpoints])
+        if self._args.use_fault_tolerance:
+            flags, trained = HealthFlags.from_args(self._args), not self._args.debug_rollout_only
+            self._recovery = Recovery(flags, self._fleet, self._client, self._memory, weights_come=trained)
         self._generator = RolloutGenerator(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
@@ -135,15 +143,22 @@ class RolloutManager:
                 self._tokenizer, self._data_source = await asyncio.to_thread(_tokenizer_and_data, self._args)
 
     async def watch(self) -> str:
-        """Pending while the fleet lives; then the message of the first death."""
-        return await self._fleet.watch()
+        """Pending while the fleet lives; then the message of the first death that cannot be made good."""
+        return await (self._fleet if self._recovery is None else self._recovery).watch()
+
+    async def recover(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of `Recovery` (`--use-fault-tolerance`)."""
+        return await getattr(self._recovery, method)(*arguments)
 
     async def release_memory(self) -> None:
         """Takes the memory of every server; no request may run."""
-        await asyncio.to_thread(self._memory.release)
+        await (asyncio.to_thread(self._memory.release) if self._recovery is None else self._recovery.release_memory())
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Gives every server the memory of `tags` again."""
+        if self._recovery is not None:
+            await self._recovery.resume_memory(tags)
+            return
         await asyncio.to_thread(self._memory.resume, tags)
 
     async def prompts_per_epoch(self) -> int:
@@ -190,6 +205,8 @@ class RolloutManager:
 
     async def _generate(self, rollout_id: int) -> RolloutResult:
         self._memory.require(f"generating rollout {rollout_id}")
+        if self._recovery is not None:
+            self._recovery.generation_begins()
         started = time.perf_counter()
         self._timeline.mark("samples")
         if self._args.load_debug_rollout_data:
@@ -205,7 +222,7 @@ class RolloutManager:
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
         rewards = rewards_of(self._args, samples)
-        metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **output.metrics}
+        metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **output.metrics, **await self._faults()}
         self._dump(rollout_id, samples, metrics)
         shares = self._schedule(training_batch(self._args, samples, rewards))
         versions = {version for sample in samples for version in sample.weight_versions}
@@ -217,6 +234,13 @@ class RolloutManager:
             weight_version=",".join(sorted(versions)),
             seconds=time.perf_counter() - started,
         )
+
+    async def _faults(self) -> dict[str, float]:
+        """What was replaced since the rollout before."""
+        if self._recovery is None:
+            return {}
+        await self._recovery.generation_ends()
+        return self._recovery.take_metrics()
 
     def _replay(self, rollout_id: int) -> list[list[Sample]]:
         """The recorded samples of this rollout; the data source moves on as if it had generated them."""
@@ -263,6 +287,8 @@ class RolloutManager:
         """Ends the client, the router and the servers."""
         if self._generator is not None:
             self._generator.close()
+        if self._recovery is not None:
+            await self._recovery.close()
         if self._client is not None:
             await self._client.close()
         if self._fleet is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import ray
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.plan.checkpoints import start_of
+from slimrl.cluster.joining import Joining
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
 from slimrl.cluster.session import ray_session, worker_environment
 from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
@@ -27,6 +29,7 @@ from slimrl.observability.timeline import merge_at_end
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.observability.versions import package_versions
 from slimrl.processes.memory import resident_gib
+from slimrl.weights.roles import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
 
@@ -43,11 +46,16 @@ class Run:
         supervisor: Supervisor,
         log: RunLog,
         timeline: Timeline,
+        joining: Joining | None = None,
     ) -> None:
-        """`start` is the first rollout to do; `trainers` is None with `--debug-rollout-only`."""
+        """`start` is the first rollout to do; `trainers` is None with `--debug-rollout-only`.
+
+        `joining` is there with `--use-fault-tolerance`.
+        """
         self.args = args
         self.rollout_ids = range(start, args.num_rollout)
-        self.weight_version = start
+        self.weight_version = self._trained_version = start
+        self._joining = joining
         self._trainers = trainers
         self._manager = manager
         self._supervisor = supervisor
@@ -83,14 +91,18 @@ class Run:
 
     def finish_generation(self, generation: ray.ObjectRef) -> RolloutResult:
         """The generated rollout, once it is complete."""
-        with self._timed("wait_for_rollout"), self._progress("generate", self._manager.progress.remote) as update:
+        with (
+            self._timed("wait_for_rollout"),
+            self._trainers_idle(),
+            self._progress("generate", self._manager.progress.remote) as update,
+        ):
             result: RolloutResult = self._supervisor.get([generation], self._generation, update)[0]
         self._seconds["generate"] = result.seconds
         return result
 
     def wait_for(self, generation: ray.ObjectRef) -> None:
         """Waits until a generation is complete, so that no request is in flight when weights change."""
-        with self._timed("wait_for_rollout"):
+        with self._timed("wait_for_rollout"), self._trainers_idle():
             self._supervisor.get([generation], self._generation)
 
     def generate(self, rollout_id: int) -> RolloutResult:
@@ -118,6 +130,7 @@ class Run:
         if self._trainers is None:
             return []
         self._turns.begin_training()
+        self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
             return self._trainers.train(rollout.rollout_id, rollout.batches, update)
 
@@ -134,8 +147,23 @@ class Run:
             if self.args.debug_train_only:
                 return
             with self._timed("update_weights"):
-                self._trainers.update_weights(version)
+                if self._joining is None:
+                    self._trainers.update_weights(version)
+                else:
+                    self._joining.push(version, self._trainers.update_weights)
         self.weight_version = version
+
+    def _trainers_idle(self) -> contextlib.AbstractContextManager[None]:
+        """Around a wait for the engines: a server that is replaced meanwhile gets the weights of the others."""
+        if self._joining is None:
+            return contextlib.nullcontext()
+        current = self._trained_version == self.weight_version and not self._turns.training_sleeps
+        return self._joining.while_idle(self.weight_version if current else None, self._push_to_new_servers)
+
+    def _push_to_new_servers(self) -> None:
+        """No server works any more that has weights: those which wait get what was trained last."""
+        self._turns.begin_training()
+        self.update_weights(self._trained_version)
 
     def save_if_due(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> None:
         """Saves on `--save-interval` and after the last rollout, right after training: what is saved is awake then.
@@ -170,7 +198,11 @@ class Run:
             self._evaluate(rollout_id + 1, "after" if rollout_id + 1 == self.rollout_ids.stop else rollout_id + 1)
 
     def _evaluate(self, step: int, when: str | int) -> None:
-        with self._timed("evaluate"), self._progress("evaluate", self._manager.progress.remote) as update:
+        with (
+            self._timed("evaluate"),
+            self._trainers_idle(),
+            self._progress("evaluate", self._manager.progress.remote) as update,
+        ):
             awaited = _of_manager(self._manager, f"evaluate after {step} rollouts")
             results = self._supervisor.get([self._manager.evaluate.remote(step)], awaited, update)[0]
         self._log.evaluation(when, step, results)
@@ -268,7 +300,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
         log.begin(start)
         beginning.close()
-        yield Run(args, start, trainers, manager, supervisor, log, timeline)
+        yield Run(args, start, trainers, manager, supervisor, log, timeline, joining)
         if trainers is not None:
             trainers.close()
         supervisor.forget()
@@ -284,6 +316,22 @@ def _timeline(args: Arguments) -> Iterator[Timeline]:
         timeline.close()
         if args.timeline:
             logger.info("%s", merge_at_end(Path(args.run_dir)))
+
+
+def _joining(
+    args: Arguments,
+    manager: ray.actor.ActorHandle,
+    supervisor: Supervisor,
+    trainers: TrainGroup | None,
+    endpoints: list[EngineEndpoint],
+) -> Joining | None:
+    """Who brings weights to replaced servers; None without `--use-fault-tolerance`, or without servers."""
+    if not args.use_fault_tolerance or not endpoints:
+        return None
+    where = functools.partial(_of_manager, manager)
+    joining = Joining(manager.recover.remote, where, supervisor, trainers, endpoints)
+    supervisor.attend(joining)
+    return joining
 
 
 def _of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:

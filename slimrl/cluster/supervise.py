@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
@@ -18,6 +18,16 @@ class ProcessDiedError(RuntimeError):
     """A train worker, a server, the router or the rollout manager ended before its time."""
 
 
+class Attendant(Protocol):
+    """Something that may have to be done while the driver waits."""
+
+    def news(self) -> ObjectRef:
+        """Ready when there is something to do; the same until `act`."""
+
+    def act(self) -> None:
+        """Does it; may wait for calls of its own."""
+
+
 class Supervisor:
     """Owns the watches: object refs that stay pending while a process lives.
 
@@ -27,14 +37,20 @@ class Supervisor:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
+        self._attendant: Attendant | None = None
 
     def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
         """Watches `ref`; `describe(error)` makes the message from Ray's error where the ref holds no text."""
         self._watches[ref] = describe
 
+    def attend(self, attendant: Attendant) -> None:
+        """From now on every wait heeds its news."""
+        self._attendant = attendant
+
     def forget(self) -> None:
         """Drops every watch: from here on processes end because they are told to."""
         self._watches.clear()
+        self._attendant = None
 
     def get(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None = None) -> list[Any]:
         """`ray.get`, ended early by the first failure among `refs` or the watched processes; `awaited` says what for.
@@ -46,9 +62,14 @@ class Supervisor:
         while pending:
             times = [wait.remaining(), PROGRESS_INTERVAL_S if progress else None]
             timeout = min((time_s for time_s in times if time_s is not None), default=None)
-            ready, _ = ray.wait([*self._watches, *pending], num_returns=1, timeout=timeout)
+            attendant = self._attendant
+            news = [attendant.news()] if attendant is not None else []
+            ready, _ = ray.wait([*self._watches, *news, *pending], num_returns=1, timeout=timeout)
             if progress:
                 progress()
+            if ready == news and attendant is not None:
+                self._act(attendant)
+                continue
             if not ready:
                 wait.look([place for place, ref in enumerate(refs) if ref in pending])
             for ref in ready:
@@ -57,6 +78,14 @@ class Supervisor:
                 pending.remove(ref)
                 self._raise_failure(ref)
         return ray.get(list(refs))
+
+    def _act(self, attendant: Attendant) -> None:
+        """Nobody attends to the waits in which it acts itself."""
+        self._attendant = None
+        try:
+            attendant.act()
+        finally:
+            self._attendant = attendant
 
     def _message(self, ref: ObjectRef) -> str:
         describe = self._watches[ref]

@@ -54,6 +54,11 @@ class Turns:
         self._engines_are_released = True
         self._training_sleeps = False
 
+    @property
+    def training_sleeps(self) -> bool:
+        """Whether the trained weights are off their slots."""
+        return self._training_sleeps
+
     def begin_training(self) -> None:
         """From generating to training: the engines' memory first, then training wakes up in it."""
         if self._engines is not None and not self._engines_are_released:

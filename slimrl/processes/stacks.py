@@ -6,6 +6,7 @@ that may hang call `listen` first of all; whoever started them asks.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import re
 import signal
@@ -40,6 +41,20 @@ def state(pid: int) -> str:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
+
+
+def stopped_below(pid: int) -> list[str]:
+    """Descendants of a process that the kernel has stopped, as "name (pid)"."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    stopped = []
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                stopped.append(f"{process.name()} ({process.pid})")
+    return stopped
 
 
 def frames_of(pid: int, log: Path) -> list[str]:

@@ -13,13 +13,14 @@ from slimrl.sglang.errors import EngineError
 class ServerLoad:
     """Requests of a server, as its scheduler last wrote them down `seconds` ago (one that works does so all the time).
 
-    All are None where the server does not answer.
+    `prefilled` tells whether it has ever worked on a request. All are None where the server does not answer.
     """
 
     url: str
     running: int | None = None
     waiting: int | None = None
     seconds: float | None = None
+    prefilled: bool | None = None
 
 
 def load_of(server_url: str, timeout_s: float) -> ServerLoad:
@@ -35,4 +36,5 @@ def load_of(server_url: str, timeout_s: float) -> ServerLoad:
         running=sum(load["num_running_reqs"] for load in loads),
         waiting=sum(load["num_waiting_reqs"] for load in loads),
         seconds=max((now - load["timestamp"] for load in loads), default=0.0),
+        prefilled=any(load["total_prefill_uncached_tokens"] for load in loads),
     )

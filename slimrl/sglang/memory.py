@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from slimrl.sglang.errors import EngineError
+from slimrl.sglang.errors import EngineError, EngineUnavailableError
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -35,10 +35,17 @@ class Server(Protocol):
 
 
 class EngineMemory:
-    """Starts with everything in place."""
+    """Starts with everything in place.
 
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self._servers = servers
+    `servers` may be set anew when they change. `when_lost(server, error)` is told of one that is gone or hangs, without
+    which the others go on; it may be called from any thread. Where it is None such an error is raised.
+    """
+
+    def __init__(
+        self, servers: Sequence[Server], when_lost: Callable[[Server, EngineError], None] | None = None
+    ) -> None:
+        self.servers = list(servers)
+        self._when_lost = when_lost
         self.released: tuple[str, ...] = ()  # tags
 
     def release(self) -> None:
@@ -62,6 +69,12 @@ class EngineMemory:
         self._on_all(lambda server: server.resume_memory(tags))
         self.released = tuple(tag for tag in self.released if tag not in tags)
 
+    def adopt(self, server: Server) -> None:
+        """Brings a server that has just started to where the others are. Raises EngineError."""
+        if self.released:
+            server.flush_cache()
+            server.release_memory(self.released)
+
     def require(self, action: str, tags: Sequence[str] = EVERYTHING) -> None:
         """Raises EngineError unless the servers have the memory of `tags`."""
         if absent := [tag for tag in tags if tag in self.released]:
@@ -70,9 +83,18 @@ class EngineMemory:
             )
 
     def _on_all(self, call: Callable[[Server], None]) -> None:
-        with ThreadPoolExecutor(max_workers=len(self._servers)) as pool:
-            for done in [pool.submit(call, server) for server in self._servers]:
+        if not self.servers:
+            return
+        with ThreadPoolExecutor(max_workers=len(self.servers)) as pool:
+            under_way = [(server, pool.submit(call, server)) for server in self.servers]
+        for server, done in under_way:
+            try:
                 done.result()
+            except EngineUnavailableError as error:
+                if self._when_lost is None:
+                    raise
+                self.servers = [other for other in self.servers if other is not server]
+                self._when_lost(server, error)
 
 
 def _listed(tags: Sequence[str]) -> str:

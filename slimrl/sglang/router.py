@@ -75,6 +75,9 @@ class RouterProcess:
         wanted = self._wanted_port
         self._claims.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
         self._claims.append(claim_ports(1, self.host))
+        self._launch()
+
+    def _launch(self) -> None:
         self._process = ManagedProcess(
             router_command(self.host, self.port, self._claims[1].first, self._options),
             name=f"SGLang router {self.url}",
@@ -82,6 +85,14 @@ class RouterProcess:
             environment=NO_PROXY,
         )
         self._process.start()
+
+    def restart(self, log_path: Path) -> None:
+        """Starts it anew after its end, at the same address and without servers; its output goes into `log_path`."""
+        if not self._claims:
+            raise RuntimeError("the SGLang router was not started")
+        self._process.stop()
+        self.log_path = Path(log_path)
+        self._launch()
 
     def wait_alive(self, timeout_s: float) -> None:
         """Waits until the router takes calls, with or without servers.

@@ -163,8 +163,18 @@ def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
 def test_a_servers_load_is_the_sum_over_its_copies_and_the_oldest_sign():
     now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     loads = [
-        {"num_running_reqs": 3, "num_waiting_reqs": 0, "timestamp": now.timestamp() - 0.5},
-        {"num_running_reqs": 1, "num_waiting_reqs": 2, "timestamp": now.timestamp() - 30},
+        {
+            "num_running_reqs": 3,
+            "num_waiting_reqs": 0,
+            "total_prefill_uncached_tokens": 0,
+            "timestamp": now.timestamp() - 0.5,
+        },
+        {
+            "num_running_reqs": 1,
+            "num_waiting_reqs": 2,
+            "total_prefill_uncached_tokens": 7,
+            "timestamp": now.timestamp() - 30,
+        },
     ]
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -181,5 +191,5 @@ def test_a_servers_load_is_the_sum_over_its_copies_and_the_oldest_sign():
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert load_of(url, 10.0) == ServerLoad(url, 4, 2, 30.0)
+        assert load_of(url, 10.0) == ServerLoad(url, 4, 2, 30.0, True)
     assert load_of(url, 1.0) == ServerLoad(url)

@@ -6,8 +6,6 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-_HEALTH = "the engines' processes are watched, and a run whose engine dies ends and can be resumed; leave it out"
-
 
 @dataclasses.dataclass
 class EngineArguments:
@@ -37,13 +35,15 @@ class EngineArguments:
         not_served="all engines are alike; give --rollout-num-gpus and --rollout-num-gpus-per-engine",
     )
     sglang_router_request_timeout_secs: int = flag(14400, "longest time one request may take (seconds)", at_least=1)
-    use_fault_tolerance: bool = flag(False, "probe the engines' health and replace those that die", not_served=_HEALTH)
+    use_fault_tolerance: bool = flag(
+        False, "probe servers and router, and replace those that die or hang, while the run goes on"
+    )
     rollout_health_check_interval: float = flag(
-        30.0, "time between two health probes (seconds)", above=0, not_served=_HEALTH
+        30.0, "--use-fault-tolerance: time between two health probes (seconds)", above=0
     )
     rollout_health_check_timeout: float = flag(
-        30.0, "longest wait for a probe's answer (seconds)", above=0, not_served=_HEALTH
+        30.0, "how long a server may answer no probe, or make no progress, before it counts as lost (seconds)", above=0
     )
     rollout_health_check_first_wait: float = flag(
-        0.0, "time before the first probe of a generation (seconds)", at_least=0, not_served=_HEALTH
+        0.0, "time before the first probe of a generation (seconds)", at_least=0
     )
