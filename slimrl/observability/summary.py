@@ -29,7 +29,7 @@ class Summary:
         self.run = dict(run)
         self.status = "running"
         self.error: str | None = None
-        self.evaluations: list[dict[str, Any]] = []  # {"step", "when", "scores": {dataset: mean reward}}
+        self.evaluations: list[dict[str, Any]] = []  # {"step", "when", "scores": {dataset: mean reward}, "metrics"}
         self.steps: list[dict[str, Any]] = []
         self.versions = versions
         self.paths = paths
@@ -73,7 +73,7 @@ class Summary:
         self.steps[-1]["seconds"][phase] = seconds
         self._lines[-1] = json.dumps(self.steps[-1], allow_nan=False)
 
-    def add_evaluation(self, when: str, step: int, scores: dict[str, float]) -> None:
+    def add_evaluation(self, when: str, step: int, scores: dict[str, float], metrics: dict[str, float]) -> None:
         """Record an evaluation ("before", "between" or "after"), in place of one of the same step and kind.
 
         The "before" of a resumed run is not the untrained model's: where there is one already, it counts as "between".
@@ -81,7 +81,7 @@ class Summary:
         if when == "before" and self._scores("before") is not None:
             when = "between"
         self.evaluations = [entry for entry in self.evaluations if (entry["step"], entry["when"]) != (step, when)]
-        self.evaluations.append({"step": step, "when": when, "scores": _finite(scores)})
+        self.evaluations.append({"step": step, "when": when, "scores": _finite(scores), "metrics": _finite(metrics)})
 
     def save(self) -> None:
         """Write the file and move it into place: a reader sees the old or the new one, never a part."""

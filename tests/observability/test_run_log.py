@@ -8,7 +8,7 @@ import math
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.run_log import RunLog, StepRecord, evaluation_words
 from slimrl.observability.summary import load_summary
 
 
@@ -73,8 +73,18 @@ def test_the_summary_holds_what_the_schema_promises(tmp_path):
         "after": 0.9,
         "datasets": {"addition": {"before": 0.4, "after": 0.9}},
         "history": [
-            {"step": 0, "when": "before", "scores": {"addition": 0.4}},
-            {"step": 2, "when": "after", "scores": {"addition": 0.9}},
+            {
+                "step": 0,
+                "when": "before",
+                "scores": {"addition": 0.4},
+                "metrics": {"eval/addition": 0.4, "eval/addition-truncated_ratio": 0.0},
+            },
+            {
+                "step": 2,
+                "when": "after",
+                "scores": {"addition": 0.9},
+                "metrics": {"eval/addition": 0.9, "eval/addition-truncated_ratio": 0.0},
+            },
         ],
     }
     assert summary["steps"][1] == {
@@ -91,6 +101,19 @@ def test_the_summary_holds_what_the_schema_promises(tmp_path):
         "tokens": 200.0,
         "optimizer_steps": 1,
     }
+
+
+def test_an_evaluation_is_told_with_its_largest_pass_rate_and_length():
+    metrics = {
+        "eval/aime-pass@1": 0.25,
+        "eval/aime-pass@2": 0.4,
+        "eval/aime-pass@16": 0.625,
+        "eval/aime/response_len/mean": 812.34,
+        "eval/aime-truncated_ratio": 0.05,
+        "eval/aime-2-pass@32": 1.0,  # another set
+    }
+    assert evaluation_words("aime", 0.25, metrics) == "aime 0.25 (pass@16 0.625, 812.3 tokens, 5% truncated)"
+    assert evaluation_words("other", 0.5, {}) == "other 0.5"
 
 
 def test_one_step_is_one_line_of_the_file(tmp_path):
@@ -114,10 +137,10 @@ def test_a_log_line_says_what_matters(tmp_path, caplog):
         logging.getLogger("slimrl").propagate = True
         write_run(tmp_path, [12])
     assert [entry.message for entry in caplog.records] == [
-        "evaluation after 12 steps | addition 0.4",
+        "evaluation after 12 steps | addition 0.4 (0% truncated)",
         "step 12 | reward 0.62 | loss -0.25 | grad 0.412 | kl 0.0003 | logprob diff 4e-07"
         " | generate 1.2s train 0.4s push 0.1s total 1.8s | version 12",
-        "evaluation after 13 steps | addition 0.9",
+        "evaluation after 13 steps | addition 0.9 (0% truncated)",
     ]
 
 
