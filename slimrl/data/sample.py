@@ -6,6 +6,8 @@ import dataclasses
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from slimrl.data.version_spans import Span
+
 
 class SampleStatus(StrEnum):
     """Where a sample stands: only PENDING and ABORTED samples may be (further) generated."""
@@ -23,6 +25,8 @@ class Sample:
 
     Invariants once generated: `len(tokens) == prompt length + response_length` and
     `len(loss_mask) == len(rollout_log_probs) == response_length` where those are set.
+    `version_spans` say which weights drew which tokens of the response (`slimrl.data.version_spans`; empty where nobody
+    knows); `weight_versions` has one entry per request, the version that it ended with.
     Log-probabilities are natural logarithms of the sampling policy at temperature-scaled logits.
     """
 
@@ -36,6 +40,7 @@ class Sample:
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
     weight_versions: list[str] = dataclasses.field(default_factory=list)
+    version_spans: list[Span] = dataclasses.field(default_factory=list)
     reward: float | dict[str, Any] | None = None
     status: SampleStatus = SampleStatus.PENDING
     remove_sample: bool = False

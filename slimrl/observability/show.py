@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+from slimrl.data import version_spans
 from slimrl.data.sample import Sample
 from slimrl.observability.dump import RolloutDump, read_dump
 from slimrl.observability.viewer import prompt_text
@@ -90,6 +91,8 @@ def _print_sample(console: object, sample: Sample, chars: int) -> None:
     parts = [Text(_shorten(prompt_text(sample), chars), style="dim"), Text(_shorten(sample.response, chars))]
     if sample.label is not None:
         parts.append(Text(f"label: {sample.label}", style="dim"))
+    if len(sample.version_spans) > 1:
+        parts.append(Text(f"weights: {version_spans.shown(sample.version_spans)}", style="dim"))
     title = Text(f"sample {sample.index} | reward {_reward(sample)} | {sample.status.value}")
     console.print(Panel(Group(*parts), title=title, title_align="left"))
 

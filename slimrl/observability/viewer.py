@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from slimrl.data import version_spans
 from slimrl.data.sample import Sample
 from slimrl.observability.dump import RolloutDump
 from slimrl.observability.token_text import Decoder, token_pieces
@@ -94,7 +95,8 @@ def _details(name: str, sample: Sample, tokenizer: Decoder | None, reward_key: s
         "reward": sample.reward if reward_key is None else json.dumps(sample.reward),
         "label": sample.label,
         "tokens": f"{sample.prompt_length} + {sample.response_length}",
-        "weight versions": ", ".join(dict.fromkeys(sample.weight_versions)),
+        "weight versions": version_spans.shown(sample.version_spans)
+        or ", ".join(dict.fromkeys(sample.weight_versions)),
         "session": sample.session_id,
         "metadata": json.dumps(sample.metadata, ensure_ascii=False) if sample.metadata else None,
     }

@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+from slimrl.data.version_spans import Span
+
 
 @dataclasses.dataclass
 class Generation:
-    """The answer to one request; `token_ids`, `log_probs` are aligned, one entry per new token."""
+    """The answer to one request; `token_ids`, `log_probs` are aligned, one entry per new token.
+
+    `version_spans` say which weights drew which of them (`slimrl.data.version_spans`); empty where it was always
+    `weight_version`, which is the last.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" | "length" | "abort"
     weight_version: str
     text: str = ""
+    version_spans: list[Span] = dataclasses.field(default_factory=list)
     sent_ns: int = 0  # when the request that was answered was sent, by time.monotonic_ns; 0 where that is not known
 
 

@@ -131,6 +131,7 @@ def _copy_of(sample: Sample) -> Sample:
     for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
         column = getattr(sample, name)
         setattr(copied, name, None if column is None else list(column))
+    copied.version_spans = [list(span) for span in sample.version_spans]
     for name in ("prompt", "label", "reward", "metadata"):
         value = getattr(sample, name)
         if isinstance(value, list | dict):

@@ -13,6 +13,7 @@ from typing import Any
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
+from slimrl.data import version_spans
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.engine import EngineClient, StoppableEngine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
@@ -203,3 +204,5 @@ def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     for name, column in (("loss_mask", sample.loss_mask), ("rollout_log_probs", sample.rollout_log_probs)):
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries and the response {sample.response_length} tokens")
+    if sample.version_spans:  # functions that cut or lengthen a response need not know of them
+        sample.version_spans = version_spans.fitted(sample.version_spans, sample.response_length)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slimrl.data import version_spans
 from slimrl.data.sample import Sample, SampleStatus
 
 _TOKENS_PER_CHARACTER = 4  # at most: one for each byte of UTF-8
@@ -30,6 +31,7 @@ def end_at_stop_string(
         sample.response_length = kept
         sample.loss_mask = sample.loss_mask[:kept]
         sample.rollout_log_probs = sample.rollout_log_probs[:kept]
+        sample.version_spans = version_spans.fitted(sample.version_spans, kept)
         sample.status = SampleStatus.COMPLETED
     sample.response = decode(response)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slimrl.data import version_spans
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.version_spans import Span
 from slimrl.rollout.engine import EngineClient, Generation
 from slimrl.rollout.stop_strings import end_at_stop_string
 
@@ -33,7 +35,8 @@ def append_generation(sample: Sample, generation: Generation) -> None:
         raise ValueError(f"the engine returned {new_tokens} tokens with {len(generation.log_probs)} log-probs")
     if generation.finish_reason not in _STATUS_OF_FINISH_REASON:
         raise ValueError(f"the engine ended with the unknown finish reason {generation.finish_reason!r}")
-    _append(sample, generation.token_ids, generation.log_probs, trained=True)
+    spans = generation.version_spans or [[generation.weight_version, new_tokens]]
+    _append(sample, generation.token_ids, generation.log_probs, spans, trained=True)
     if new_tokens:
         sample.weight_versions.append(generation.weight_version)
     sample.status = _STATUS_OF_FINISH_REASON[generation.finish_reason]
@@ -41,7 +44,8 @@ def append_generation(sample: Sample, generation: Generation) -> None:
 
 def append_observation(sample: Sample, token_ids: list[int]) -> None:
     """Adds what no model wrote: not trained on, with log-probability 0; the text is left as it is."""
-    _append(sample, token_ids, [0.0] * len(token_ids), trained=False)
+    spans: list[Span] = [[version_spans.NO_VERSION, len(token_ids)]]
+    _append(sample, token_ids, [0.0] * len(token_ids), spans, trained=False)
 
 
 async def converse(
@@ -99,7 +103,10 @@ async def converse(
     return sample
 
 
-def _append(sample: Sample, token_ids: list[int], log_probs: list[float], *, trained: bool) -> None:
+def _append(sample: Sample, token_ids: list[int], log_probs: list[float], spans: list[Span], *, trained: bool) -> None:
+    sample.version_spans = version_spans.fitted(sample.version_spans, sample.response_length)
+    for version, count in spans:
+        version_spans.add(sample.version_spans, version, count)
     sample.tokens = sample.tokens + token_ids
     sample.response_length += len(token_ids)
     sample.loss_mask = [*(sample.loss_mask or []), *[int(trained)] * len(token_ids)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from slimrl.data import version_spans
+from slimrl.data.version_spans import Span
 from slimrl.rollout.engine import Generation
 from slimrl.sglang.errors import EngineUnavailableError
 
@@ -26,11 +28,18 @@ class _FinishReason(msgspec.Struct):
     type: str
 
 
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
 class _MetaInfo(msgspec.Struct):
     id: str
     finish_reason: _FinishReason
     weight_version: str
     output_token_logprobs: list[_Scored]
+    weight_versions: list[_Span] = []
 
 
 class _Answer(msgspec.Struct):
@@ -66,4 +75,14 @@ def generation_of(content: bytes) -> Generation:
         finish_reason=meta.finish_reason.type,
         weight_version=meta.weight_version,
         text=answer.text,
+        version_spans=_spans(meta, len(token_ids)),
     )
+
+
+def _spans(meta: _MetaInfo, count: int) -> list[Span]:
+    """The spans of `count` tokens; the engine's own may count a token that it does not hand out, or lack the last."""
+    spans: list[Span] = []
+    for span in meta.weight_versions:
+        version_spans.add(spans, span.version, min(span.end, count) - span.start)
+    version_spans.add(spans, meta.weight_version, count - sum(length for _, length in spans))
+    return spans

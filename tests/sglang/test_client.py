@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from slimrl.sglang import client as client_module
+from slimrl.sglang.answers import generation_of
 from slimrl.sglang.client import SESSION_HEADER, RouterClient
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.errors import EngineError, EngineRequestError, EngineTimeoutError, EngineUnavailableError
@@ -53,6 +54,21 @@ async def stand_in(handler, path="/generate", port=0):
 async def generate(url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, **arguments):
     async with RouterClient(url, [], concurrency=4, request_timeout_s=timeout_s, keep_trying_s=keep_trying_s) as client:
         return await client.generate([1, 2], {"max_new_tokens": 2, "sampling_seed": 9}, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("reported", "spans"),
+    [
+        ([{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}], [["6", 1], ["7", 1]]),
+        ([{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 3}], [["6", 1], ["7", 1]]),
+        ([{"version": "6", "start": 0, "end": 1}], [["6", 1], ["7", 1]]),
+        ([{"version": "7", "start": 0, "end": 0}], [["7", 2]]),
+        (None, [["7", 2]]),
+    ],
+)
+def test_an_answer_tells_which_weights_drew_which_tokens(reported, spans):
+    meta = ANSWER["meta_info"] | ({} if reported is None else {"weight_versions": reported})
+    assert generation_of(orjson.dumps(ANSWER | {"meta_info": meta})).version_spans == spans
 
 
 def test_the_request_and_the_answer_pass_unchanged():

@@ -1,0 +1,54 @@
+"""Which weights drew which tokens, through generation, tools, cuts and dumps."""
+
+from __future__ import annotations
+
+import json
+
+from slimrl.data import version_spans
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.engine import Generation
+from slimrl.rollout.stop_strings import end_at_stop_string
+from slimrl.rollout.turns import append_generation, append_observation
+
+
+def drawn(count: int, version: str, spans=()) -> Generation:
+    return Generation(list(range(count)), [-0.5] * count, "stop", version, version_spans=[list(span) for span in spans])
+
+
+def test_spans_cover_requests_turns_and_the_words_of_tools_in_order():
+    sample = Sample("p", tokens=[7, 8, 9])
+    append_generation(sample, drawn(3, "1"))
+    append_generation(sample, drawn(5, "2", [("1", 2), ("2", 3)]))
+    append_observation(sample, [40, 41])
+    append_generation(sample, drawn(0, "3"))
+    append_generation(sample, drawn(4, "4", [("3", 1), ("4", 3)]))
+    assert sample.version_spans == [["1", 5], ["2", 3], ["", 2], ["3", 1], ["4", 3]]
+    assert sum(count for _, count in sample.version_spans) == sample.response_length == 14
+    assert sample.weight_versions == ["1", "2", "4"]  # one per request that brought tokens
+
+
+def test_a_response_that_is_cut_or_lengthened_by_others_keeps_what_is_known():
+    spans = [["1", 3], ["2", 2]]
+    assert version_spans.fitted(spans, 4) == [["1", 3], ["2", 1]]
+    assert version_spans.fitted(spans, 3) == [["1", 3]]
+    assert version_spans.fitted(spans, 7) == [["1", 3], ["2", 2], ["", 2]]
+    assert version_spans.fitted([], 2) == [["", 2]]
+    assert spans == [["1", 3], ["2", 2]]
+
+
+def test_a_stop_string_over_the_seam_cuts_the_spans_too():
+    sample = Sample("p", tokens=[1])
+    append_generation(sample, Generation([10, 11], [-1.0, -1.0], "abort", "1"))
+    append_generation(sample, Generation([12, 13, 14], [-1.0, -1.0, -1.0], "stop", "2"))
+    end_at_stop_string(sample, 3, ["BC"], lambda ids: "".join(chr(55 + token) for token in ids))
+    assert sample.tokens == [1, 10, 11, 12] and sample.version_spans == [["1", 2], ["2", 1]]
+
+
+def test_dumps_bring_spans_back_and_older_dumps_have_none():
+    sample = Sample("p", tokens=[1], status=SampleStatus.COMPLETED)
+    append_generation(sample, drawn(3, "2", [("1", 1), ("2", 2)]))
+    written = json.loads(json.dumps(sample.to_dict()))
+    assert Sample.from_dict(written) == sample
+    del written["version_spans"]
+    assert Sample.from_dict(written).version_spans == []
+    assert version_spans.shown(sample.version_spans) == "1: 1 token, 2: 2 tokens"
