@@ -90,6 +90,7 @@ class Recovery:
         self._monitor = HealthMonitor(flags, len(fleet.engines))
         self._events: list[str] = []
         self._counts: Counter[str] = Counter()
+        self._resent = client.resent
         self._changed = asyncio.Event()
         self._memory_turn = asyncio.Lock()
         self._router = RouterKeeper(fleet.router, self._monitor, self._serving, self._event)
@@ -122,9 +123,10 @@ class Recovery:
 
     def take_metrics(self) -> dict[str, float]:
         """What happened since this was asked last."""
-        names = ("servers_lost", "servers_replaced", "router_restarts")
+        names = ("servers_lost", "servers_replaced", "router_restarts", "requests_resent")
         counts, self._counts = self._counts, Counter()
         counts["router_restarts"] = self._router.take_restarts()
+        counts["requests_resent"], self._resent = self._client.resent - self._resent, self._client.resent
         return {f"rollout/faults/{name}": float(counts[name]) for name in names}
 
     async def release_memory(self) -> None:

@@ -80,6 +80,7 @@ class RouterClient:
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
         self._waiting = 0  # requests between two tries
+        self.resent = 0  # how often any request was sent again
         self._aborted = asyncio.Event()  # of the requests that are made from now on; each abort ends one
 
     async def __aenter__(self) -> RouterClient:
@@ -137,6 +138,7 @@ class RouterClient:
                 if self._session is not session:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
                 backoff_s = tries.backoff_after(error)
+                self.resent += 1
                 # one line per outage, not one per request
                 level = logging.DEBUG if self._waiting else logging.WARNING
                 logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
