@@ -111,6 +111,8 @@ def _experts(args: Arguments) -> None:
 
 
 def _batch(args: Arguments) -> None:
+    if args.rollout_batch_size is None and args.only_evaluates:
+        args.rollout_batch_size = args.data_parallel_size * args.micro_batch_size  # nothing is trained on it
     if args.rollout_batch_size is not None:
         samples = args.rollout_batch_size * args.n_samples_per_prompt
         if args.global_batch_size is None:
@@ -124,6 +126,8 @@ def _batch(args: Arguments) -> None:
         args.eps_clip_high = args.eps_clip
     if args.load_debug_rollout_data is not None:
         args.debug_train_only = True
+    if args.update_weights_in_flight is None:
+        args.update_weights_in_flight = args.max_weight_staleness is not None
     if args.loss_type == "sft_loss":
         args.compute_advantages_and_returns = False
 

@@ -28,6 +28,15 @@ _BOUNDS = {
     "max_prompt_len": Bounds(at_least=1),
     "max_context_len": Bounds(at_least=2),
     "min_new_tokens": Bounds(at_least=0),
+    "repetition_penalty": Bounds(above=0, at_most=2),
+}
+# keys that slime knows, with what to do instead
+_NOT_SERVED = {
+    "multimodal_keys": "prompts are text in this version; leave it out",
+    "min_eval_samples": "every row is asked n_samples_per_eval_prompt times; give that",
+    "reward_model": "a set is judged by rm_type or custom_rm_path; give one of them",
+    "message_processor": "messages go through the chat template as they are; prepare them in the file",
+    **dict.fromkeys(("app_service", "remote_environment", "eval_task_timeout"), "nothing reads it; leave it out"),
 }
 
 
@@ -73,7 +82,9 @@ def _complaints(values: Mapping[str, Any], where: str) -> list[str]:
     """What is wrong with a set's keys and values."""
     complaints = []
     for key, value in values.items():
-        if key not in _FIELDS:
+        if key in _NOT_SERVED:
+            complaints.append(f"{where} has {key}, which is not served: {_NOT_SERVED[key]}")
+        elif key not in _FIELDS:
             nearest = difflib.get_close_matches(str(key), _FIELDS, n=1)
             guess = f", did you mean {nearest[0]}?" if nearest else ""
             complaints.append(f"{where} has an unknown key {key!r}{guess}")

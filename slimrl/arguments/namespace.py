@@ -53,9 +53,11 @@ class EvalDataset:
     max_prompt_len: int | None
     max_context_len: int | None
     min_new_tokens: int | None
+    repetition_penalty: float | None
     stop: list[str] | None
     stop_token_ids: list[int] | None
     skip_special_tokens: bool
+    no_stop_trim: bool
     input_key: str
     label_key: str | None
     metadata_key: str

@@ -52,11 +52,13 @@ class SamplingPlan:
             "stop": dataset.stop,
             "stop_token_ids": dataset.stop_token_ids,
             "skip_special_tokens": dataset.skip_special_tokens,
-            "no_stop_trim": True,
+            "no_stop_trim": dataset.no_stop_trim,
             "spaces_between_special_tokens": False,
         }
         if dataset.min_new_tokens is not None:
             base["min_new_tokens"] = dataset.min_new_tokens
+        if dataset.repetition_penalty is not None:
+            base["repetition_penalty"] = dataset.repetition_penalty
         identity = (args.rollout_seed, "eval", dataset.name) if _deterministic(args) else None
         return cls(base, dataset.max_context_len, identity)
 

@@ -101,6 +101,10 @@ def test_datasets_may_be_a_mapping_without_eval_around_it_and_json(config):
             "datasets: [{{name: a, path: p, stop: x}}]",
             "set 1 (a) has stop 'x', which is not of type list[str] | None",
         ),
+        (
+            "datasets: [{{name: a, path: p, multimodal_keys: {{image: images}}}}]",
+            "set 1 (a) has multimodal_keys, which is not served: prompts are text in this version; leave it out",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(config, recipe, text, complaint):

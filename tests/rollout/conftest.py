@@ -86,6 +86,7 @@ def make_eval_dataset(sums):
             "top_k": -1,
             "max_response_len": 64,
             "skip_special_tokens": False,
+            "no_stop_trim": True,
             "input_key": "prompt",
             "label_key": "label",
             "metadata_key": "metadata",

@@ -42,7 +42,10 @@ def test_an_evaluation_request_carries_the_data_sets_own_values(make_args, make_
     params = SamplingPlan.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.0, 0.7, 3)
     assert (params["max_new_tokens"], params["min_new_tokens"]) == (9, 2)
-    assert "sampling_seed" not in params
+    assert "sampling_seed" not in params and "repetition_penalty" not in params and params["no_stop_trim"] is True
+    dataset = make_eval_dataset(repetition_penalty=1.1, no_stop_trim=False)
+    params = SamplingPlan.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
+    assert (params["repetition_penalty"], params["no_stop_trim"]) == (1.1, False)
 
 
 def test_the_budget_leaves_room_in_the_context_and_counts_what_is_there(make_args):
