@@ -113,7 +113,7 @@ class EngineActor:
     @ray.method(concurrency_group="memory")
     def stopped(self) -> list[str]:
         """Processes of the server that the kernel has stopped (SIGSTOP, a debugger), as "name (pid)"."""
-        return [] if self._server is None else stacks.stopped_below(self._server.pid)
+        return [] if self._server is None or not self._server.started else stacks.stopped_below(self._server.pid)
 
     @ray.method(concurrency_group="memory")
     def last_log_lines(self) -> tuple[Path, str]:
@@ -124,7 +124,7 @@ class EngineActor:
     def memory(self) -> dict[str, float]:
         """Resident memory in GiB by name: of the server's processes on this node, and of this actor."""
         server, index = self._server, self._settings.index
-        if server is None:
+        if server is None or not server.started:
             return {}
         name = f"server{index}" + (f"_node{server.part.rank}" if server.part.rank else "")
         own = resident_gib(with_children=False)

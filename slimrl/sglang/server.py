@@ -98,6 +98,11 @@ class ServerProcess:
         return f"http://{self.host}:{self.port}"
 
     @property
+    def started(self) -> bool:
+        """Whether there is, or was, a process."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """Process id of the guardian above the server; everything of this server is below it."""
         return self._started().pid
