@@ -1,6 +1,6 @@
 """What judging a math answer costs, and how often it is judged right, beside the computer algebra library alone.
 
-    OMP_NUM_THREADS=1 python benchmarks/grader.py [--pairs tests/rollout/math_pairs.jsonl] [--seconds 5]
+    OMP_NUM_THREADS=1 python benchmarks/grader.py [--pairs tests/rollout/math_pairs.jsonl ...] [--seconds 5]
 
 "Easy" are the pairs of the labelled set that need no algebra, "plain" are numbers and fractions, as most answers are.
 The peer is math-verify's `parse` and `verify` on the same pairs, in the same process, without a time limit on either
@@ -26,7 +26,8 @@ from slimrl.rollout.rm_hub.equality import algebra, answers_equal
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 
 Pair = tuple[str, str, bool]
-PAIRS = Path(__file__).resolve().parents[1] / "tests" / "rollout" / "math_pairs.jsonl"
+_TESTS = Path(__file__).resolve().parents[1] / "tests" / "rollout"
+PAIRS = [_TESTS / "math_pairs.jsonl", _TESTS / "math_pairs_fresh.jsonl"]
 
 
 class NeedsAlgebra(Exception):
@@ -36,17 +37,21 @@ class NeedsAlgebra(Exception):
 def main() -> None:
     """Measures and prints one line per figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=Path, default=PAIRS)
+    parser.add_argument("--pairs", type=Path, nargs="+", default=PAIRS)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.pairs.read_text().splitlines()]
-    pairs = [(row["answer"], row["label"], row["equal"]) for row in rows]
+    files = {path.name: _read(path) for path in options.pairs}
+    pairs = [pair for own in files.values() for pair in own]
     algebra.warm_up()
     plain = _plain_pairs(6 * 950)
     easy = [pair for pair in pairs if _is_easy(pair)]
     print(f"pairs                              {len(pairs):10d}   of which easy {len(easy)}")
-    ours, theirs = (_accuracy(judge, pairs) for judge in (_judge, _judge_by_library))
-    print(f"judged right                       {ours:10.1%}   math-verify alone {theirs:.1%}")
+    for name, own in files.items():
+        ours, theirs = (_accuracy(judge, own) for judge in (_judge, _judge_by_library))
+        passed = sum(_judge(answer, label) for answer, label, equal in own if not equal)
+        print(
+            f"{name:34s} {ours:10.1%}   math-verify alone {theirs:8.1%}   of {len(own)}, wrong answers passed {passed}"
+        )
     for name, part in (("plain answers", plain), ("easy pairs", easy), ("all pairs", pairs)):
         rate, peer = (_rate(judge, part, options.seconds) for judge in (_judge, _judge_by_library))
         print(
@@ -56,6 +61,11 @@ def main() -> None:
     print(f"{'plain answers through the pool':34s} {wall:10,.0f} /s   of one core in the caller's process {share:.0%}")
     wall, share = asyncio.run(_pool_rate(plain[1::6], options.seconds))
     print(f"{'whole numbers, decided at sight':34s} {wall:10,.0f} /s   of one core in the caller's process {share:.0%}")
+
+
+def _read(path: Path) -> list[Pair]:
+    rows = map(json.loads, path.read_text().splitlines())
+    return [(row["answer"], row["label"], row["equal"]) for row in rows]
 
 
 def _judge(answer: str, label: str) -> bool:

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 import sympy
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 DIGITS = 40
@@ -34,7 +35,9 @@ _COMMAND_OR_LETTER = re.compile(r"\\(?:begin|end)\{[a-zA-Z]*\}|\\[a-zA-Z]+|[a-zA
 _CONJUGATE = re.compile(r"\\(?:overline|bar)\s*\{([^{}]*(?<![a-zA-Z])i(?![a-zA-Z])[^{}]*)\}")
 _UNIT = re.compile(r"(?<![a-zA-Z\\])i(?![a-zA-Z])")
 _LINEAR = re.compile(r"(?<![\d.}])(\d+)/(\d+)(?=[a-zA-Z\\])")
-_WHOLE = [LatexExtractionConfig(boxed_match_priority=0)]
+# units are split off before algebra is asked, and the library would take the `h` of `\\pi r^2 h` for one
+_NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+_WHOLE = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALIZATION)]
 _CONSTANTS = {"i": sympy.I, "e": sympy.E}
 
 

@@ -102,9 +102,14 @@ class _Comparison:
         return self._values(answer, label)
 
     def _other_bases(self, answer: str, label: str) -> bool | None:
-        """Numbers with their base, `1010_2`: the same digits in the same base."""
+        """Numbers with their base, `1010_2`: the same digits in the same base, or left out, or the decimal number."""
         bases = [_BASED.fullmatch(text) for text in (answer, label)]
-        return None if None in bases else bases[0].groups() == bases[1].groups()
+        if None not in bases:
+            return bases[0].groups() == bases[1].groups()
+        based, plain = (bases[0], label) if bases[0] is not None else (bases[1], answer)
+        if based is None or not plain.isdecimal() or not 2 <= int(based[2][:3]) <= 36:
+            return None
+        return based[1] == plain or _in_decimals(based[1], int(based[2][:3])) == int(plain)
 
     def _matrices(self, answer: str, label: str) -> bool | None:
         first, second = structure.matrix(answer), structure.matrix(label)
@@ -169,7 +174,12 @@ class _Comparison:
         if first is None and second is None:
             return None
         if first is None or second is None:
-            return _is_set_or_relation(answer, label) and self.algebra(answer, label)
+            if not _is_set_or_relation(answer, label):
+                return False
+            known = [
+                text if part is None else intervals.as_text(part) for text, part in ((answer, first), (label, second))
+            ]
+            return self.algebra(answer, label) or (known != [answer, label] and self.algebra(*known))
         return intervals.equal(first, second, self._deeper().equal)
 
     def _assignments(self, answer: str, label: str) -> bool | None:
@@ -222,7 +232,7 @@ class _Comparison:
         if unit is not None and other_unit is not None:
             factor = conversion(unit, other_unit)
             if factor is None:
-                return False
+                return self._as_letters(answer, label)
             return same(value, other) if factor == 1 else self._scaled(value, factor, other)
         if unit is not None:
             return self._one_unit(value, unit, other) or self._as_letters(answer, label)
@@ -269,6 +279,13 @@ class _Comparison:
                 return False
             rest.remove(match)
         return True
+
+
+def _in_decimals(digits: str, base: int) -> int | None:
+    try:
+        return int(digits, base)
+    except ValueError:  # a digit that the base does not have
+        return None
 
 
 def _assigned(text: str) -> tuple[str, str] | None:

@@ -60,6 +60,13 @@ def is_set_of_reals(text: str) -> bool:
     return _BUILDER.fullmatch(text) is not None or (signs is not None and bool(set(signs.signs) & {*_FLIPPED, "\\ne"}))
 
 
+def as_text(intervals: list[Interval]) -> str:
+    """The union in brackets, for reading by algebra."""
+    return "\\cup ".join(
+        f"{'[' if one.low_closed else '('}{one.low},{one.high}{']' if one.high_closed else ')'}" for one in intervals
+    )
+
+
 def equal(first: list[Interval], second: list[Interval], same: Same) -> bool:
     """Whether two unions are the same set."""
     first, second = _merged(first), _merged(second)

@@ -31,14 +31,17 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
 _LAYOUT = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right)(?![a-zA-Z])|\\[bB]igg?[lrm]?(?![a-zA-Z])"
-    r"|\\(?:displaystyle|textstyle|limits|nolimits|mathstrut|strut)(?![a-zA-Z])|\\!|\\/"
+    r"|\\(?:displaystyle|textstyle|limits|nolimits|mathstrut|strut|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])|\\!|\\/"
 )
 _SPACING = re.compile(
-    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|enspace|thinspace|hfill)(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}|\s+"
+    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|enspace|thinspace|hfill)(?![a-zA-Z])"
+    r"|\\[hv]?(?:space\*?|phantom)\{[^{}]*\}|\s+"
 )
 _GAP_IN_NUMBER = re.compile(r"(?<=\d)(?:\\,|\\ |~|\{,\}|\{\\,\}|\\!|,\\!|\s)(?=\d{3}(?!\d))")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:(?:\\,|\\ |~|\\;| )\d{3})+(?![\d/])")
 _MARKED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\{\\,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))")
+_CIS = r"\\(?:cis(?![a-zA-Z])|(?:operatorname|text|mathrm)\s*\{\s*cis\s*\})"
+_ARGUMENT = r"(\([^()]*\)|\{[^{}]*\}|\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|\d+(?:\.\d+)?(?:\s*\^\s*\{?\\circ\}?)?)"
 _SCALES = {"million": 6, "billion": 9, "trillion": 12}
 
 
@@ -49,10 +52,14 @@ def _scale(match: re.Match[str]) -> str:
 _SYNONYMS = (
     (re.compile(r"\\(?:[dtc]frac|nicefrac|sfrac)(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\surd(?![a-zA-Z])"), r"\\sqrt "),
-    (re.compile(r"\\(?:underline|uline)\s*(?=\{)"), ""),
+    (re.compile(r"\\(?:underline|uline|ensuremath)\s*(?=\{)"), ""),
+    (re.compile(r"\\begin\s*\{(aligned|align\*?|gathered|equation\*?)\}((?:(?!\\\\)[^&])*)\\end\s*\{\1\}"), r"\2"),
     (re.compile(r"\\text\w*\s*\{\s*\\?([$%])\s*\}"), r"\1"),
     (re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*)?\b(million|billion|trillion)\b\s*\}?"), _scale),
-    (re.compile(r"(?<=\d)(\s*)([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1\2m"),
+    (re.compile(r"(?<=\d)(\s*(?:\\text\s*\{\s*)?)([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1\2m"),
+    (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), ""),
+    (re.compile(rf"{_CIS}\s*{_ARGUMENT}"), r"(\\cos(\1)+i\\sin(\1))"),
+    (re.compile(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?"), r"\\frac{\1}{\2}"),
     (re.compile(r"\bper\s+cent\b"), "percent"),
     (re.compile(r"\\(?:leq|leqslant|lt\s*=)(?![a-zA-Z])"), r"\\le "),
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
@@ -75,6 +82,7 @@ _SYNONYMS = (
     (re.compile(r"(?:\{\})?[_^]\{?(\w+)\}?\s*C\s*_\s*\{?(\w+)\}?"), r"\\binom{\1}{\2}"),
     (re.compile(r"(?<![\w\\])(\d+)\s*C\s*(\d+)(?!\w)"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}"), r"\\text{\1/\2}"),
+    (re.compile(r"(\\text\{[^{}]*[a-zA-Z])\^\{-(\d)\}\s*\}$"), r"\1^-\2}"),
     (re.compile(r"\\text\{([^{}]*?\S)\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
     (re.compile(r"\\math(?:cal|scr|frak)\s*\{?([A-Z])\}?"), r"\1"),
     (re.compile(r"\\R(?![a-zA-Z])"), r"\\mathbb{R}"),
@@ -99,6 +107,7 @@ _SYNONYMS = (
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\{\s*\{([^{}]*)\}\s*\\over\s*\{([^{}]*)\}\s*\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\^\{(\w)\}"), r"^\1"),
     (re.compile(r"_\{(\w)\}"), r"_\1"),
 )  # fmt: skip
@@ -119,7 +128,10 @@ _LEAD = re.compile(
 )
 _TEXT_LEAD = re.compile(r"\\text\s*\{\s*([^{}]*?(?:is|are|:|=)\s*:?)\s*\}\s*(?=\S)")
 _MARKDOWN = re.compile(r"(\*\*|\*|`|\"|'')(?=\S)(.*?\S)\1", re.DOTALL)
-_LOOSE_END = re.compile(r"(?:\s|\\\\|(?<!\\)[.,;])+$")
+_LOOSE_END = re.compile(r"(?:\\?\s|\\\\|(?<!\\)\\$|(?<!\\)[.,;])+$")
+_ARC = re.compile(
+    r"(\d+)\s*\^\s*\{?\\circ\}?\s*(\d+)\s*(?:\^\s*\{?\\prime\}?|'(?!'))(?:\s*(\d+)\s*(?:''|\"|\^\s*\{?\\prime\s*\\prime\}?))?"
+)
 
 
 def clean(text: str) -> str:
@@ -130,6 +142,8 @@ def clean(text: str) -> str:
     text = _unwrapped(_from_unicode(text))
     text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _MARKED_THOUSANDS.sub("", text)
+    if "circ" in text:
+        text = _ARC.sub(_degrees, text)
     text = _SPACING.sub(" ", _LAYOUT.sub("", text))
     for pattern, replacement, of_commands in _RULES:
         # to search first is cheaper than to replace nothing
@@ -199,6 +213,12 @@ def _from_unicode(text: str) -> str:
 
 def _is_shown(character: str) -> bool:
     return character.isspace() or unicodedata.category(character) not in ("Cc", "Cf", "Co", "Cs", "Cn")
+
+
+def _degrees(match: re.Match[str]) -> str:
+    """Degrees, minutes and perhaps seconds of arc as a fraction of degrees."""
+    degrees, minutes, seconds = (int(part or 0) for part in match.groups())
+    return f"\\frac{{{3600 * degrees + 60 * minutes + seconds}}}{{3600}}^\\circ"
 
 
 def _vulgar_fraction(match: re.Match[str]) -> str:

@@ -74,7 +74,7 @@ def bracketed(text: str) -> Items | None:
             return None
     if depth != 0 or tokens[-1] not in _ENDS[tokens[0]]:
         return None
-    inner = "".join(tokens[1:-1]).strip()
+    inner = _without_thousands("".join(tokens[1:-1]).strip())
     brackets = {"\\{": "{}", "{": "{}", "\\langle": "<>"}.get(tokens[0], tokens[0] + tokens[-1])
     items = split(inner, ",;") if inner else []
     if tokens[0] == "{" and len(items) < 2:
@@ -87,11 +87,13 @@ def bare_list(text: str) -> Items | None:
     cases = _CASES.fullmatch(text)
     if cases is not None:
         text = re.sub(r"\\\\(?:\[[^\]]*\])?", ",", cases[1]).replace("&", "")
-    joined = _JOINED.sub(",", text)
-    if ", " in joined:
-        joined = _THOUSANDS.sub("", joined)
-    items = [item for item in split(joined, ",;") if item]
+    items = [item for item in split(_without_thousands(_JOINED.sub(",", text)), ",;") if item]
     return Items("", items) if len(items) > 1 else None
+
+
+def _without_thousands(text: str) -> str:
+    """The text without the commas inside numbers, where those between values have a space behind them."""
+    return _THOUSANDS.sub("", text) if ", " in text else text
 
 
 def is_alternative(text: str) -> bool:

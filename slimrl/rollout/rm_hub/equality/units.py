@@ -50,6 +50,10 @@ _SYMBOL_TAIL = re.compile(r"\s*(%|\^\\circ\s*[CF]?|\\cent|[€£¢$]|(?<=[\d\s}]
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _MODULUS = re.compile(r"\s*(\\pmod\s*(?:\{[^{}]*\}|\w+)|\(\s*(?:mod|\\bmod)\s+\w+\s*\))$")
 _CURRENCY_HEAD = re.compile(r"([+-]?)\s*(?:\\\$|\$|€|£|USD\s|US\\?\$)\s*(?=[\d.\\])")
+_INVERSE = re.compile(r"\s*(?:\\cdot\s*)?(?<=[\s}])([A-Za-z]+)\^\{?-(\d)\}?")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_SUMMAND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_SUM = re.compile(rf"{_SUMMAND.pattern}(?:\s*(?:,|and)?\s*{_SUMMAND.pattern}){{1,3}}")
 _SQUARE = re.compile(r"^(?:square|sq\.?)\s+(\w+)|(\w+)\s+squared$")
 _CUBIC = re.compile(r"^(?:cubic|cu\.?)\s+(\w+)|(\w+)\s+cubed$")
 
@@ -61,6 +65,8 @@ def split_unit(text: str) -> tuple[str, str | None]:
     head = _CURRENCY_HEAD.match(text)
     if head is not None:
         return head[1] + text[head.end() :], "$"
+    if text[:1].isdigit() and (summed := _summed(text)) is not None:
+        return summed
     for pattern in (_SYMBOL_TAIL, _TAIL, _MODULUS):
         tail = pattern.search(text)
         if tail is not None and tail.start() > 0:
@@ -72,6 +78,18 @@ def split_unit(text: str) -> tuple[str, str | None]:
     if tail is not None and _is_plain_unit(text, tail):
         return text[: tail.start()].rstrip(), tail[1]
     return text, None
+
+
+def _summed(text: str) -> tuple[str, str] | None:
+    """`2 hours 30 minutes` and `5 feet, 6 inches` in their first unit; None for anything else."""
+    plain = _TEXT_UNIT.sub(r" \1 ", text)
+    if _SUM.fullmatch(plain.strip()) is None:
+        return None
+    parts = [(Fraction(value), unit, *measure(unit)) for value, unit in _SUMMAND.findall(plain)]
+    if len({kind for _, _, kind, _ in parts}) > 1 or any(size is None for *_, size in parts):
+        return None
+    total = sum(value * size for value, _, _, size in parts) / parts[0][3]
+    return (str(total.numerator) if total.denominator == 1 else f"{total.numerator}/{total.denominator}"), parts[0][1]
 
 
 def conversion(first: str, second: str) -> Fraction | None:
@@ -87,7 +105,7 @@ def conversion(first: str, second: str) -> Fraction | None:
 def measure(unit: str) -> Measure:
     """What a unit measures and how much of it it is."""
     text = re.sub(r"\s+", " ", unit.replace("^\\circ", "\\circ")).strip(" .").replace("per ", "/")
-    text = re.sub(r"\s*/\s*", "/", text)
+    text = re.sub(r"\s*/\s*", "/", _INVERSE.sub(_divided, text))
     if text in _TABLE:
         return _TABLE[text]
     parts = text.split("/")
@@ -99,6 +117,11 @@ def measure(unit: str) -> Measure:
     for _, divisor in sizes[1:]:
         size = None if size is None or divisor is None else size / divisor
     return (kind, size) if size is not None else (f"{kind}:{text.casefold()}", None)
+
+
+def _divided(match: re.Match[str]) -> str:
+    """`s^-1` as `/s`, `s^-2` as `/s^2`."""
+    return f"/{match[1]}" + (f"^{match[2]}" if match[2] != "1" else "")
 
 
 def _simple(text: str) -> Measure:
@@ -129,6 +152,8 @@ def _is_plain_unit(text: str, tail: re.Match[str]) -> bool:
         return False
     if len(tail[1]) == 1 and not before[-1].isdigit():
         return False  # `\\sum_{k=1}^{10} k`
+    if all(len(word) == 1 for word in words) and _LETTER.search(before):
+        return False  # `v_0 t`
     known = all(word in _TABLE or _singular(word) in _TABLE or word.casefold() in _JOINING for word in words)
     spaced = text[tail.start() : tail.start(1)] != "" or text[tail.start() - 1] == " "
     if known:

@@ -16,7 +16,8 @@ _PLAIN_CHOICE = re.compile(r"[A-Ja-j]")
 _SAME = {
     "dne": "does not exist", "no solutions": "no solution", "no real solutions": "no solution",
     "no real solution": "no solution", "there is no solution": "no solution", "there are no solutions": "no solution",
-    "none exist": "none", "none exists": "none", "it does not exist": "does not exist",
+    "none": "no solution", "none exist": "no solution", "none exists": "no solution",
+    "it does not exist": "does not exist",
     "doesn t exist": "does not exist", "impossible": "impossible", "not possible": "impossible",
     "infinite": "infinitely many", "infinite number": "infinitely many", "not defined": "undefined",
     "cannot be determined": "not enough information", "can not be determined": "not enough information",
@@ -69,7 +70,23 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def number_word(words: str) -> Fraction | None:
-    """The number that a word up to ninety-nine names."""
+    """The number that words up to nine hundred ninety-nine thousand nine hundred ninety-nine name."""
+    thousands, found, rest = words.partition(" thousand")
+    if found:
+        parts = _below_thousand(thousands), _below_thousand(rest.strip()) if rest.strip() else Fraction(0)
+        return None if None in parts else 1000 * parts[0] + parts[1]
+    return _below_thousand(words)
+
+
+def _below_thousand(words: str) -> Fraction | None:
+    hundreds, found, rest = words.partition(" hundred")
+    if found:
+        parts = _below_hundred(hundreds), _below_hundred(rest.removeprefix(" and").strip() or "zero")
+        return None if None in parts or not 0 < parts[0] < 10 else 100 * parts[0] + parts[1]
+    return _below_hundred(words)
+
+
+def _below_hundred(words: str) -> Fraction | None:
     parts = words.split()
     if len(parts) == 1 and parts[0] in _ONES:
         return Fraction(_ONES.index(parts[0]))
