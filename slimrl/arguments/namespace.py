@@ -32,6 +32,7 @@ from slimrl.arguments.groups.parallel import ParallelArguments
 from slimrl.arguments.groups.positions import PositionArguments
 from slimrl.arguments.groups.precision import PrecisionArguments
 from slimrl.arguments.groups.profiling import ProfilingArguments
+from slimrl.arguments.groups.prometheus import PrometheusArguments
 from slimrl.arguments.groups.reward import RewardArguments
 from slimrl.arguments.groups.rollout import RolloutArguments
 from slimrl.arguments.groups.train_batch import TrainBatchArguments
@@ -111,6 +112,7 @@ class Arguments(
     EngineArguments,
     LoggingArguments,
     WandbArguments,
+    PrometheusArguments,
     DebugArguments,
     ProfilingArguments,
     OtherModelArguments,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
 from slimrl.cluster.ray_environment import prepare_ray_environment
+from slimrl.processes.command_line import hide_values
 
 if TYPE_CHECKING:
     from slimrl.cluster.run import Run
@@ -20,6 +21,7 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+SECRET_FLAGS = ("--wandb-key", "--sglang-api-key", "--sglang-admin-api-key", "--router-api-key")
 
 
 class Terminated(KeyboardInterrupt):
@@ -52,6 +54,7 @@ def passthrough_flags() -> dict[str, Callable]:
 def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
     """Runs `loop` on a freshly opened run; returns the process's exit code."""
     args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
+    hide_values(SECRET_FLAGS)
 
     prepare_ray_environment()
     if args.dry_run:
@@ -63,8 +66,11 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.cluster.supervise import ProcessDiedError
     from slimrl.cluster.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WaitedTooLongError
+    from slimrl.hooks import HookFailedError
     from slimrl.observability.logs import setup_logging
+    from slimrl.observability.prometheus import PrometheusError
     from slimrl.processes import ProcessStartError
+    from slimrl.rollout.failures import SampleError
     from slimrl.sglang.errors import EngineError
     from slimrl.weights.servers import WeightSyncError
 
@@ -73,7 +79,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     try:
         with open_run(args) as run:
             loop(run)
-    except SlotsMissingError as error:
+    except (SlotsMissingError, PrometheusError) as error:
         logger.error("%s", error)
         return EXIT_REFUSED
     except (
@@ -83,6 +89,8 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
         EngineError,
         WeightSyncError,
         WaitedTooLongError,
+        SampleError,
+        HookFailedError,
     ) as error:
         logger.error("%s", error)
         return EXIT_FAILED

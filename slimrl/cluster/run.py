@@ -270,6 +270,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         beginning.enter_context(timeline.span("start"))
         stack.enter_context(ray_session(plan.total))
         log = stack.enter_context(RunLog.open(args, package_versions()))
+        args = dataclasses.replace(args, wandb_key=None)  # nobody else needs it
         slots = Slots(plan)
         stack.callback(slots.release)
         supervisor = Supervisor(Patience.from_args(args))

@@ -13,6 +13,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 Combine = Literal["mean", "max", "sum", "last"]
+# first part of a name -> its horizontal axis
+AXES = {
+    "train": "train/step",
+    "eval": "eval/step",
+    "rollout": "rollout/step",
+    "perf": "rollout/step",
+    "memory": "rollout/step",
+    "multi_turn": "rollout/step",
+    "passrate": "rollout/step",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +54,7 @@ class Metric:
 
 def axis_of(name: str) -> str:
     """The horizontal axis of a metric: its optimizer step, the rollouts done before it, or the rollout."""
-    first = name.split("/", 1)[0]
-    return f"{first}/step" if first in ("train", "eval") else "rollout/step"
+    return AXES.get(name.split("/", 1)[0], "rollout/step")
 
 
 def metric_of(name: str, table: Sequence[Metric]) -> Metric | None:

@@ -1,4 +1,4 @@
-"""The one place a run reports to: a line per step in the log, TensorBoard scalars, and `summary.json`.
+"""The one place a run reports to: a line per step in the log, `summary.json`, TensorBoard, W&B and Prometheus.
 
 Lives in the driver. Files appear with the first report, so a run that fails to start leaves an earlier
 summary untouched. Leaving the `with` block records how the run ended.
@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import logging
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from slimrl.arguments import Arguments
-from slimrl.observability.metrics import combine_steps
+from slimrl.observability.charts import TRAIN_AXIS, Charts, TensorBoard
+from slimrl.observability.metrics import axis_of, combine_steps
+from slimrl.observability.prometheus import PrometheusEndpoint
 from slimrl.observability.summary import Summary
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from slimrl.observability.wandb_run import WandbRun, WandbSettings
 
 logger = logging.getLogger("slimrl")
 
@@ -49,7 +50,7 @@ class StepRecord:
     step: int
     weight_version: str  # of the weights that generated the rollout
     rollout: dict[str, float]  # full names
-    train: list[dict[str, float]]  # names without prefix, see `metric_table.TRAIN`
+    train: list[dict[str, float]]  # names without `train/`, and others of the ranks under their full names
     seconds: dict[str, float]  # by phase
     memory: dict[str, float] = dataclasses.field(default_factory=dict)  # GiB by process and kind
 
@@ -62,16 +63,22 @@ class RunLog:
         run_dir: str | Path,
         *,
         versions: dict[str, str],
-        use_tensorboard: bool,
-        tensorboard_dir: str | Path | None = None,
+        charts: Sequence[Charts] = (),
+        open_wandb: Callable[[str | None], WandbSettings | None] = lambda earlier_id: None,
+        steps_per_rollout: int = 1,
+        count_train_steps: bool = False,
         paths: dict[str, str] | None = None,
     ) -> None:
-        """`tensorboard_dir` defaults to `<run_dir>/tensorboard`; `paths` are further places to name in the summary."""
+        """`open_wandb` is told the W&B run that this one continues, if any. `paths` are further places to name.
+
+        `steps_per_rollout` counts the optimizer steps of rollouts that the summary no longer knows; with
+        `count_train_steps` all axes count optimizer steps.
+        """
         self.run_dir = Path(run_dir)
-        self._tensorboard_dir = Path(tensorboard_dir or self.run_dir / "tensorboard") if use_tensorboard else None
-        all_paths = {"run": str(self.run_dir), "logs": str(self.run_dir / "logs"), **(paths or {})}
-        if self._tensorboard_dir is not None:
-            all_paths["tensorboard"] = str(self._tensorboard_dir)
+        self._charts = list(charts)
+        self._open_wandb = open_wandb
+        self._steps_per_rollout = steps_per_rollout
+        self._count_train_steps = count_train_steps
         run = {
             "name": self.run_dir.name,
             "command": shlex.join(sys.argv),
@@ -80,24 +87,36 @@ class RunLog:
             "started": _now(),
             "ended": None,
         }
+        all_paths = {"run": str(self.run_dir), "logs": str(self.run_dir / "logs"), **(paths or {})}
         self._summary = Summary(self.run_dir / "summary.json", run=run, versions=versions, paths=all_paths)
         self._begun = False
-        self._writer: SummaryWriter | None = None
+        self._train_steps = 0  # before the step that comes next
+        self._last_number = 0  # of the last step, on the axis of rollouts
 
     @classmethod
     def open(cls, args: Arguments, versions: dict[str, str]) -> RunLog:
-        """The log of the run that these flags describe."""
+        """The log of the run that these flags describe. Raises PrometheusError where its port cannot be opened."""
         places = {
             "hf_checkpoint": args.hf_checkpoint,
             "load": args.load,
             "checkpoints": args.save,
             "rollout_dumps": args.save_debug_rollout_data,
+            "tensorboard": args.tensorboard_dir if args.use_tensorboard else None,
         }
+        per_rollout = args.num_steps_per_rollout or 1
+        charts: list[Charts] = []
+        if args.use_tensorboard:
+            one = args.wandb_always_use_train_step or per_rollout == 1
+            charts.append(TensorBoard(Path(args.tensorboard_dir), axes_are_one=one))
+        if args.prometheus_port is not None:
+            charts.append(PrometheusEndpoint(args.prometheus_host, args.prometheus_port, Path(args.run_dir).name))
         return cls(
             args.run_dir,
             versions=versions,
-            use_tensorboard=args.use_tensorboard,
-            tensorboard_dir=args.tensorboard_dir,
+            charts=charts,
+            open_wandb=functools.partial(WandbSettings.from_args, args),
+            steps_per_rollout=per_rollout,
+            count_train_steps=args.wandb_always_use_train_step,
             paths={name: str(place) for name, place in places.items() if place},
         )
 
@@ -107,16 +126,24 @@ class RunLog:
             return
         self._begun = True
         self._summary.continue_from(first_step)
+        wandb_settings = self._open_wandb(self._summary.run.get("wandb_id"))
+        if wandb_settings is not None:
+            self._summary.run["wandb_id"] = wandb_settings.id
+            self._charts.append(WandbRun(wandb_settings))
         self._summary.save()
-        if self._tensorboard_dir is not None:
-            self._writer = _open_writer(self._tensorboard_dir, first_step)
+        known = [step["optimizer_steps"] for step in self._summary.steps]
+        self._train_steps = sum(known) + (first_step - len(known)) * self._steps_per_rollout
+        starts = {axis: self._number(axis, first_step) for axis in (TRAIN_AXIS, "eval/step", "rollout/step")}
+        for charts in self._charts:
+            charts.begin(starts)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """TensorBoard scalars under their full names; nothing where TensorBoard is off."""
-        self.begin(step)
-        if self._writer is not None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+    def _number(self, axis: str, step: int) -> int:
+        """Where `step`, the next one, is on an axis."""
+        return self._train_steps if axis == TRAIN_AXIS or self._count_train_steps else step
+
+    def _add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
+        for charts in self._charts:
+            charts.add(axis, number, values)
 
     def expect(self, record: StepRecord) -> None:
         """Put a step that is about to be saved into the summary; `step` reports it later, with its last seconds."""
@@ -131,7 +158,8 @@ class RunLog:
     def _put(self, record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
         """The step in the summary, which is written; its training metrics over all optimizer steps, and seconds."""
         self.begin(record.step)
-        train = combine_steps(record.train)
+        steps, of_ranks = _split(record.train)
+        train = combine_steps(steps)
         seconds = {**dict.fromkeys(PHASES, 0.0), **record.seconds}
         own = {
             "step": record.step,
@@ -141,12 +169,12 @@ class RunLog:
             "weight_version": record.weight_version,
             "seconds": seconds,
         }
-        extra = {**record.rollout, **train, "optimizer_steps": len(record.train)}
+        extra = {**record.rollout, **of_ranks, **speeds(train, seconds), **train, "optimizer_steps": len(steps)}
         del extra[REWARD]
         if record.memory:
             extra["memory"] = record.memory
-        if len(record.train) > 1:
-            extra["by_optimizer_step"] = record.train
+        if len(steps) > 1:
+            extra["by_optimizer_step"] = steps
         self._summary.add_step({**own, **{name: value for name, value in extra.items() if name not in own}})
         self._summary.save()
         return train, seconds
@@ -155,7 +183,7 @@ class RunLog:
         """Report how long something took that follows a reported step, such as "save"."""
         self._summary.add_seconds(step, name, seconds)
         self._summary.save()
-        self.log({f"perf/{name}_time": seconds}, step)
+        self._add("rollout/step", self._last_number, {f"perf/{name}_time": seconds})
 
     def evaluation(self, when: str | int, step: int, results: Mapping[str, Evaluated]) -> None:
         """Report an evaluation of the weights after `step` rollouts; `when` is "before", "after" or a number."""
@@ -164,7 +192,7 @@ class RunLog:
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         self._summary.add_evaluation(when if isinstance(when, str) else "between", step, scores, metrics)
         self._summary.save()
-        self.log(metrics, step)
+        self._add("eval/step", self._number("eval/step", step), metrics)
         shown = " | ".join(evaluation_words(name, score, metrics) for name, score in scores.items())
         logger.info("evaluation after %d steps | %s", step, shown)
 
@@ -177,8 +205,8 @@ class RunLog:
         # A run that never began must not replace the summary of an earlier one.
         if self._begun or not self._summary.path.exists():
             self._summary.save()
-        if self._writer is not None:
-            self._writer.close()
+        for charts in self._charts:
+            charts.close(failed=status != "completed")
 
     def __enter__(self) -> RunLog:
         return self
@@ -194,13 +222,36 @@ class RunLog:
             self.close("failed", f"{kind.__name__}: {error}")
 
     def _chart(self, record: StepRecord, train: dict[str, float], seconds: dict[str, float]) -> None:
-        self.log(record.rollout, record.step)
-        self.log({f"train/{name}": value for name, value in train.items()}, record.step)
-        perf = {f"perf/{phase}_time": value for phase, value in seconds.items()}
-        if seconds["train"] > 0 and "tokens" in train:
-            perf["perf/train_tokens_per_second"] = train["tokens"] / seconds["train"]
-        self.log(perf, record.step)
-        self.log({f"memory/{name}": value for name, value in record.memory.items()}, record.step)
+        steps, of_ranks = _split(record.train)
+        self._last_number = self._number("rollout/step", record.step)
+        times = {f"perf/{phase}_time": value for phase, value in seconds.items()}
+        memory = {f"memory/{name}": value for name, value in record.memory.items()}
+        values = {**record.rollout, **of_ranks, **times, **speeds(train, seconds), **memory}
+        by_axis: dict[str, dict[str, float]] = {}
+        for name, value in values.items():
+            by_axis.setdefault(axis_of(name), {})[name] = value
+        for axis, part in by_axis.items():
+            self._add(axis, self._number(axis, record.step), part)
+        for step in steps:
+            self._add(TRAIN_AXIS, self._train_steps, {f"train/{name}": value for name, value in step.items()})
+            self._train_steps += 1
+
+
+def speeds(train: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+    """What the seconds of a step's phases mean, under full names; see `metric_table.PERF`."""
+    total, training = seconds["total"], seconds["train"]
+    found = {"perf/step_time": total}
+    if training > 0:
+        found |= {"perf/train_wait_time": total - training, "perf/wait_time_ratio": (total - training) / total}
+        if "tokens" in train:
+            found["perf/train_tokens_per_second"] = train["tokens"] / training
+    return found
+
+
+def _split(train: list[dict[str, float]]) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """The metrics of each optimizer step, and those of the rollout, which ranks report under full names."""
+    steps = [{name: value for name, value in step.items() if "/" not in name} for step in train]
+    return steps, {name: value for step in train for name, value in step.items() if "/" in name}
 
 
 def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> str:
@@ -234,14 +285,3 @@ def step_line(record: StepRecord, train: dict[str, float], seconds: dict[str, fl
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _open_writer(folder: Path, first_step: int) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"--use-tensorboard needs the package tensorboard ({error}): pip install tensorboard, or leave the flag out"
-        ) from error
-    # TensorBoard hides points of an earlier process at or after purge_step: they are about to be repeated.
-    return SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)

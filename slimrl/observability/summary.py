@@ -47,6 +47,8 @@ class Summary:
         if len(steps) < len(old["steps"]):
             shutil.copyfile(self.path, _free_name(self.path))
         self.run["started"] = old["run"]["started"]
+        if "wandb_id" in old["run"]:
+            self.run["wandb_id"] = old["run"]["wandb_id"]
         self.run["resumed_at"] = [*old["run"].get("resumed_at", []), first_step]
         for entry in old["eval"]["history"]:
             if entry["step"] <= first_step:

@@ -110,15 +110,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "charts_have_their_switch": (
-        ["--use-tensorboard --tensorboard-dir charts --tb-project-name p --tb-experiment-name e"],
-        [
-            (
-                "--tensorboard-dir charts",
-                "--tensorboard-dir charts belongs to --use-tensorboard: add it, or leave --tensorboard-dir out.",
-            )
-        ],
-    ),
     "disk_transport_has_a_folder": (
         ["--update-weight-transport disk --update-weight-disk-dir {dir}/weights"],
         [

@@ -187,8 +187,8 @@ RECIPES: dict[str, Recipe] = {
     "llama3.2-3B with Weights & Biases": Recipe(
         "llama3.2-3B-Instruct",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
- --rollout-num-gpus-per-engine 2 --use-wandb --wandb-project slime --wandb-group llama""",
-        refused=("--use-wandb", "--wandb-project", "--wandb-group"),
+ --rollout-num-gpus-per-engine 2 --use-wandb --wandb-project slime --wandb-group llama
+ --wandb-key 0123456789abcdef --log-passrate --log-multi-turn""",
     ),
     "a mistyped flag": Recipe(
         "qwen3-4B",

@@ -17,7 +17,7 @@ class Result:
 
 @pytest.fixture
 def run_dir(tmp_path):
-    with RunLog(tmp_path / "demo", versions={}, use_tensorboard=False) as log:
+    with RunLog(tmp_path / "demo", versions={}) as log:
         log.evaluation("before", 0, {"addition": Result(0.4375)})
         for step in range(12):
             seconds = {"generate": 2.0, "train": 0.5, "update_weights": 0.25, "total": 3.0}
@@ -49,7 +49,7 @@ def test_the_picture_is_a_png_of_the_promised_size(run_dir, tmp_path):
 
 
 def test_a_run_without_steps_or_evaluations_can_be_reported(tmp_path, capsys):
-    with RunLog(tmp_path, versions={}, use_tensorboard=False):
+    with RunLog(tmp_path, versions={}):
         pass
     assert report.main([str(tmp_path)]) == 0
     assert "0 steps, completed" in capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_flat_single_and_empty_lines_are_drawn_without_fail():
 def test_skipped_steps_and_the_memory_of_every_process_are_in_the_report(tmp_path, capsys, monkeypatch, caplog):
     monkeypatch.setenv("COLUMNS", "140")
     seconds = {"generate": 2.0, "train": 0.5, "update_weights": 0.25, "total": 3.0}
-    with RunLog(tmp_path / "demo", versions={}, use_tensorboard=False) as log, caplog.at_level("INFO", "slimrl"):
+    with RunLog(tmp_path / "demo", versions={}) as log, caplog.at_level("INFO", "slimrl"):
         for step, amount in enumerate((1.5, 3.25, 2.0)):
             train = [{"skipped": float(step == 1)}, {"skipped": float(step > 0)}]
             memory = {"driver_rss_gib": 0.25, "rank0_actor_rss_gib": amount}

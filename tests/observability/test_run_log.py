@@ -8,6 +8,7 @@ import math
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.observability.charts import TensorBoard
 from slimrl.observability.run_log import RunLog, StepRecord, evaluation_words
 from slimrl.observability.summary import load_summary
 
@@ -20,8 +21,11 @@ class Result:
         return {"eval/addition": self.mean_reward, "eval/addition-truncated_ratio": 0.0}
 
 
-def open_log(run_dir, **options) -> RunLog:
-    return RunLog(run_dir, **{"versions": {"slimrl": "0.1.0"}, "use_tensorboard": False, **options})
+def open_log(run_dir, *, use_tensorboard: bool = False, **options) -> RunLog:
+    if use_tensorboard:
+        one = options.get("count_train_steps", False) or options.get("steps_per_rollout", 1) == 1
+        options["charts"] = [TensorBoard(run_dir / "tensorboard", axes_are_one=one)]
+    return RunLog(run_dir, **{"versions": {"slimrl": "0.1.0"}, **options})
 
 
 def record(step: int, **changes) -> StepRecord:
@@ -100,6 +104,10 @@ def test_the_summary_holds_what_the_schema_promises(tmp_path):
         "kl_loss": 0.0003,
         "tokens": 200.0,
         "optimizer_steps": 1,
+        "perf/step_time": 1.8,
+        "perf/train_tokens_per_second": 500.0,
+        "perf/train_wait_time": pytest.approx(1.4),
+        "perf/wait_time_ratio": pytest.approx(1.4 / 1.8),
     }
 
 
@@ -283,18 +291,49 @@ def test_tensorboard_gets_every_scalar_at_its_step(tmp_path):
     assert values["perf/train_tokens_per_second"] == [(0, 500.0), (1, 500.0)]
 
 
-def test_tensorboard_hides_the_points_that_a_resumed_run_repeats(tmp_path):
-    with open_log(tmp_path, use_tensorboard=True) as log:
-        for step in range(3):
-            log.log({"train/loss": 1.0}, step)
-    with open_log(tmp_path, use_tensorboard=True) as log:
-        for step in (1, 2, 3):
-            log.log({"train/loss": 2.0}, step)
+def scalars(folder) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(folder))
     events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(0, 1), (1, 2), (2, 2), (3, 2)]
+    return {name: [(point.step, point.value) for point in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_rollout": 2}, {"steps_per_rollout": 2, "count_train_steps": True}])
+def test_tensorboard_hides_the_points_that_a_resumed_run_repeats(tmp_path, options):
+    """Also where a rollout has several optimizer steps, so that train/ has run ahead of the other axes."""
+    per_rollout = options.get("steps_per_rollout", 1)
+    for first, loss in ((0, 1.0), (1, 2.0)):
+        with open_log(tmp_path, use_tensorboard=True, **options) as log:
+            for step in range(first, 3):
+                log.step(record(step, train=[{"loss": loss}] * per_rollout))
+            log.evaluation("after", 3, {"addition": Result(loss / 4)})
+    found = scalars(tmp_path / "tensorboard")
+    of_train = found if len(options) != 1 else scalars(tmp_path / "tensorboard" / "train_steps")
+    losses = [1.0] * per_rollout + [2.0] * 2 * per_rollout
+    assert of_train["train/loss"] == list(enumerate(losses))
+    unit = per_rollout if options.get("count_train_steps") else 1
+    assert [step for step, _ in found["rollout/raw_reward"]] == [0, unit, 2 * unit]
+    assert found["eval/addition"] == [(3 * unit, 0.5)]
+
+
+def test_optimizer_steps_are_counted_on_where_the_summary_is_new(tmp_path):
+    with open_log(tmp_path, use_tensorboard=True, steps_per_rollout=4, count_train_steps=True) as log:
+        log.begin(10)
+        log.step(record(10, train=[{"loss": 1.0}] * 4))
+    found = scalars(tmp_path / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [40, 41, 42, 43]
+    assert found["rollout/raw_reward"][0][0] == 40
+
+
+def test_what_ranks_report_of_the_rollout_stands_beside_the_steps(tmp_path):
+    train = [{"loss": 1.0, "rollout/advantages": 0.25, "perf/actor_train_time": 2.0}, {"loss": 3.0}]
+    with open_log(tmp_path, use_tensorboard=True, steps_per_rollout=2) as log:
+        log.step(record(0, train=train))
+    (step,) = load_summary(tmp_path)["steps"]
+    assert (step["loss"], step["rollout/advantages"], step["perf/actor_train_time"]) == (2.0, 0.25, 2.0)
+    assert step["by_optimizer_step"] == [{"loss": 1.0}, {"loss": 3.0}]
+    assert scalars(tmp_path / "tensorboard")["rollout/advantages"] == [(0, 0.25)]
 
 
 def test_the_flags_of_a_run_say_where_things_lie(tmp_path):

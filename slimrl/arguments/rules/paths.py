@@ -34,6 +34,7 @@ def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Proble
         ("--save-hf", args.save_hf),
         ("--runs-dir", args.runs_dir),
         ("--tensorboard-dir", args.tensorboard_dir),
+        ("--wandb-dir", args.wandb_dir),
         ("--update-weight-disk-dir", args.update_weight_disk_dir),
     ):
         if value is not None:
@@ -60,14 +61,6 @@ def dump_templates_name_the_rollout(args: Arguments, context: Context) -> Iterat
                 "--load-debug-rollout-data",
                 f"--load-debug-rollout-data {template} matches no file: check the path.",
             )
-
-
-def charts_have_their_switch(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A place for TensorBoard's files asks for them."""
-    for name in ("tensorboard_dir", "tb_project_name", "tb_experiment_name"):
-        if name in context.given and not args.use_tensorboard:
-            flag = "--" + name.replace("_", "-")
-            yield Problem(flag, f"{flag} {vars(args)[name]} belongs to --use-tensorboard: add it, or leave {flag} out.")
 
 
 def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -1,0 +1,74 @@
+"""Rules about where metrics go: TensorBoard, Weights & Biases, Prometheus."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Iterator
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.problem import Problem
+from slimrl.arguments.rules.context import Context
+
+_TENSORBOARD = ("tensorboard_dir", "tb_project_name", "tb_experiment_name")
+_WANDB = (
+    "wandb_mode",
+    "wandb_dir",
+    "wandb_key",
+    "wandb_host",
+    "wandb_team",
+    "wandb_group",
+    "wandb_project",
+    "wandb_run_id",
+)
+
+
+def charts_have_their_switch(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What describes charts asks for them."""
+    for switch, used, names in (
+        ("--use-tensorboard", args.use_tensorboard, _TENSORBOARD),
+        ("--use-wandb", args.use_wandb, _WANDB),
+        ("--prometheus-port", args.prometheus_port is not None, ("prometheus_host",)),
+    ):
+        for name in names:
+            if name in context.given and not used:
+                flag = "--" + name.replace("_", "-")
+                value = "" if name == "wandb_key" else f" {vars(args)[name]}"  # the key is shown nowhere
+                yield Problem(flag, f"{flag}{value} belongs to {switch}: add it, or leave {flag} out.")
+    if args.wandb_always_use_train_step and not args.use_wandb and not args.use_tensorboard:
+        yield Problem(
+            "--wandb-always-use-train-step",
+            "--wandb-always-use-train-step belongs to --use-wandb or --use-tensorboard: add one of them, or leave it"
+            " out.",
+        )
+
+
+def wandb_is_installed(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The package is there; a folder wandb/ in the working directory, as W&B itself leaves them, is no package."""
+    if not args.use_wandb or args.wandb_mode == "disabled":
+        return
+    found = importlib.util.find_spec("wandb")
+    if found is None or found.origin is None:
+        yield Problem(
+            "--use-wandb",
+            "--use-wandb needs the package wandb, which is not installed: pip install 'slimrl[wandb]', or leave it"
+            " out.",
+        )
+
+
+def prometheus_port_is_free(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Somebody else's port is known before anything starts."""
+    port, host = args.prometheus_port, args.prometheus_host
+    if port is None or "prometheus_port" in context.broken:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, to bind it again at once
+            probe.bind(address)
+    except OSError as error:
+        yield Problem(
+            "--prometheus-port",
+            f"--prometheus-port {port} on {host} cannot be opened ({error.strerror or error}): give another port or"
+            " --prometheus-host, or end the program that listens there.",
+        )

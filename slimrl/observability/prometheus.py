@@ -1,0 +1,101 @@
+"""The run's numbers as Prometheus gauges over HTTP, and a file that tells Prometheus where everything is.
+
+One gauge per metric: `slimrl_` and the metric's name with `_` for what Prometheus does not allow, the exact name in the
+label `metric`. Lives in the driver; the server is a thread of its own that reads what was reported last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slimrl.observability.metric_table import METRICS
+from slimrl.observability.metrics import metric_of
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+TARGETS_FILE = "prometheus.json"
+
+
+class PrometheusError(OSError):
+    """The endpoint cannot be opened; the message says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Something to scrape: `address` is host:port."""
+
+    job: str
+    address: str
+    path: str = "/metrics"
+
+
+def gauge_name(name: str) -> str:
+    """`rollout/response_len/mean` -> `slimrl_rollout_response_len_mean`."""
+    return "slimrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def write_targets(path: Path, run: str, targets: Sequence[Target]) -> None:
+    """Prometheus' `file_sd` format; replaced in one move, because Prometheus watches the file."""
+    groups = [
+        {"targets": [target.address], "labels": {"job": target.job, "run": run, "__metrics_path__": target.path}}
+        for target in targets
+    ]
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+class PrometheusEndpoint:
+    """Implements `charts.Charts`: `http://<host>:<port>/metrics` until `close`."""
+
+    def __init__(self, host: str, port: int, run: str) -> None:
+        """Opens the port at once. Raises PrometheusError with a sentence where it cannot."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = run
+        self._values: dict[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise PrometheusError(
+                f"--prometheus-port {port} on {host} cannot be opened ({error}): give another port or --prometheus-host"
+            ) from error
+
+    def begin(self, starts: Mapping[str, int]) -> None:
+        """Shows where the axes are, so that a run can be seen before its first step."""
+        for axis, number in starts.items():
+            self.add(axis, number, {})
+
+    def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
+        """Replaces the values of these gauges."""
+        self._values.update(values)
+        self._values[axis] = number
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """For prometheus_client, from the server's thread: every gauge; names that become one share a family."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, value in dict(self._values).items():
+            own = gauge_name(name)
+            if own not in families:
+                metric = metric_of(name, METRICS)
+                meaning = name if metric is None else metric.meaning + (f" ({metric.unit})" if metric.unit else "")
+                families[own] = GaugeMetricFamily(own, meaning, labels=("metric", "run"))
+            families[own].add_metric((name, self._run), value)
+        yield from families.values()
+
+    def close(self, *, failed: bool) -> None:
+        """Closes the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

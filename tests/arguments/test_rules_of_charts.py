@@ -1,0 +1,90 @@
+"""Rules about TensorBoard, Weights & Biases and Prometheus: each lets its neighbours pass and says what is wrong."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import socket
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.arguments.rules import TRAINING_RULES
+
+
+def sentences(recipe, more: str) -> list[str]:
+    _, problems = read_args(recipe.line(more))
+    return [str(problem) for problem in problems]
+
+
+def test_all_rules_of_the_theme_are_tested_here():
+    names = {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".charts")}
+    assert names == {"charts_have_their_switch", "wandb_is_installed", "prometheus_port_is_free"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-tensorboard --tensorboard-dir charts --tb-project-name p --tb-experiment-name e",
+        "--use-wandb --wandb-mode offline --wandb-key k --wandb-group g --wandb-run-id r --disable-wandb-random-suffix",
+        "--use-tensorboard --wandb-always-use-train-step",
+        "--log-multi-turn --log-passrate --log-correct-samples --log-reward-category acc",
+    ],
+)
+def test_flags_that_belong_together_pass(recipe, flags):
+    assert sentences(recipe, flags) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--tensorboard-dir charts",
+            "--tensorboard-dir charts belongs to --use-tensorboard: add it, or leave --tensorboard-dir out.",
+        ),
+        (
+            "--wandb-project p",
+            "--wandb-project p belongs to --use-wandb: add it, or leave --wandb-project out.",
+        ),
+        ("--wandb-key secret", "--wandb-key belongs to --use-wandb: add it, or leave --wandb-key out."),
+        (
+            "--prometheus-host 0.0.0.0",
+            "--prometheus-host 0.0.0.0 belongs to --prometheus-port: add it, or leave --prometheus-host out.",
+        ),
+        (
+            "--wandb-always-use-train-step",
+            "--wandb-always-use-train-step belongs to --use-wandb or --use-tensorboard: add one of them, or leave it"
+            " out.",
+        ),
+        (
+            "--prometheus-port 70000",
+            "--prometheus-port 70000 is too large: it must be at most 65535.",
+        ),
+    ],
+)
+def test_a_flag_without_its_switch_is_refused(recipe, flags, sentence):
+    assert sentences(recipe, flags) == [sentence]
+
+
+@pytest.mark.parametrize("found", [None, importlib.machinery.ModuleSpec("wandb", None)], ids=["absent", "a folder"])
+def test_wandb_that_is_not_installed_is_refused(recipe, monkeypatch, found):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    assert sentences(recipe, "--use-wandb") == [
+        "--use-wandb needs the package wandb, which is not installed: pip install 'slimrl[wandb]', or leave it out."
+    ]
+    assert sentences(recipe, "--use-wandb --wandb-mode disabled") == []
+
+
+def test_a_port_that_is_taken_is_refused_and_a_free_one_is_left_free(recipe):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert sentences(recipe, f"--prometheus-port {port}") == [
+            f"--prometheus-port {port} on 127.0.0.1 cannot be opened (Address already in use): give another port or"
+            " --prometheus-host, or end the program that listens there."
+        ]
+    assert sentences(recipe, f"--prometheus-port {port}") == []
+    socket.create_server(("127.0.0.1", port)).close()  # looking at it did not keep it
+
+
+def test_an_address_that_is_not_ours_is_refused(recipe):
+    (sentence,) = sentences(recipe, "--prometheus-port 9400 --prometheus-host 192.0.2.1")
+    assert sentence.startswith("--prometheus-port 9400 on 192.0.2.1 cannot be opened (")
