@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from array import array
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +28,7 @@ _SAMPLE_COLUMNS = (
 )
 _SCHEDULE_COLUMNS = ("micro_batches", "samples_per_step", "tokens_per_step")
 _FILE_FORMAT = "slimrl-rollout-batch-1"
+_STRUCT_CODES = {"int64": "q", "float32": "f"}
 
 
 @dataclasses.dataclass
@@ -71,11 +72,10 @@ class RolloutBatch:
         index = torch.as_tensor(rows, dtype=torch.int64)
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}: the batch has {len(self)}")
-        tokens = _ragged_index(self.token_offsets, self.total_lengths, index)
-        responses = _ragged_index(self.response_offsets, self.response_lengths, index)
+        chosen = index.tolist()
         return RolloutBatch(
-            **{name: getattr(self, name)[tokens] for name in _TOKEN_COLUMNS},
-            **{name: getattr(self, name)[responses] for name in _RESPONSE_COLUMNS},
+            **{name: _chosen(getattr(self, name), self.total_lengths, chosen) for name in _TOKEN_COLUMNS},
+            **{name: _chosen(getattr(self, name), self.response_lengths, chosen) for name in _RESPONSE_COLUMNS},
             **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
         )
 
@@ -115,12 +115,14 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
             raise ValueError(f"{len(samples)} samples came with {name} of shape {list(column.shape)}: give one each")
     for position, sample in enumerate(samples):
         _check(sample, position)
+    total_lengths = [len(sample.tokens) for sample in samples]
+    response_lengths = [sample.response_length for sample in samples]
     return RolloutBatch(
-        tokens=_column("q", (sample.tokens for sample in samples)),
-        total_lengths=torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64),
-        response_lengths=torch.tensor([sample.response_length for sample in samples], dtype=torch.int64),
-        loss_mask=_column("f", (_loss_mask(sample) for sample in samples)),
-        rollout_log_probs=_column("f", (sample.rollout_log_probs or [] for sample in samples)),
+        tokens=_column(samples, "tokens", total_lengths, np.int64),
+        total_lengths=torch.tensor(total_lengths, dtype=torch.int64),
+        response_lengths=torch.tensor(response_lengths, dtype=torch.int64),
+        loss_mask=_loss_mask(samples, response_lengths),
+        rollout_log_probs=_column(samples, "rollout_log_probs", response_lengths, np.float32),
         raw_rewards=raw_rewards.to(torch.float32),
         rewards=rewards.to(torch.float32),
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
@@ -129,8 +131,12 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
     )
 
 
+def _name(sample: Sample, position: int) -> str:
+    return f"sample {sample.index} (number {position} of the rollout)"
+
+
 def _check(sample: Sample, position: int) -> None:
-    name = f"sample {sample.index} (number {position} of the rollout)"
+    name = _name(sample, position)
     if sample.index is None or sample.group_index is None:
         raise ValueError(f"{name} has no index or no group_index: the data source sets both, keep them when copying")
     if not 0 <= sample.response_length < len(sample.tokens):
@@ -140,7 +146,7 @@ def _check(sample: Sample, position: int) -> None:
         )
     if sample.rollout_log_probs is None and sample.response_length:
         raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
-    if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
+    if sample.loss_mask is not None and not _is_ones(sample.loss_mask) and not set(sample.loss_mask) <= {0, 1}:
         raise ValueError(f"{name} has a loss_mask with other values than 0 and 1: a token is trained on or it is not")
     for field in _RESPONSE_COLUMNS:
         values = getattr(sample, field)
@@ -148,30 +154,41 @@ def _check(sample: Sample, position: int) -> None:
             raise ValueError(f"{name} has {len(values)} {field} for {sample.response_length} response tokens")
 
 
-def _loss_mask(sample: Sample) -> list[int]:
-    if sample.remove_sample:
-        return [0] * sample.response_length
-    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+def _column(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor:
+    """A field of all samples end to end; by `struct`, 3 times faster than by NumPy and 12 times than by torch."""
+    values = np.empty(sum(lengths), dtype)
+    code, start = _STRUCT_CODES[values.dtype.name], 0
+    for position, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        try:
+            struct.pack_into(f"{length}{code}", values, start, *(getattr(sample, field) or ()))
+        except struct.error as error:
+            raise ValueError(f"{_name(sample, position)} has {field} that are no {values.dtype}: {error}") from error
+        start += length * values.itemsize
+    return torch.from_numpy(values)
 
 
-def _column(typecode: Literal["q", "f"], parts: Iterable[list[int] | list[float]]) -> Tensor:
-    """Lists end to end as int64 ("q") or float32 ("f"); through `array`, 5 times faster than torch.tensor."""
-    values = array(typecode)
-    for part in parts:
-        values.extend(part)
-    dtype = torch.int64 if typecode == "q" else torch.float32
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+def _loss_mask(samples: list[Sample], lengths: list[int]) -> Tensor:
+    values = torch.ones(sum(lengths), dtype=torch.float32)
+    for sample, part in zip(samples, values.split(lengths), strict=True):
+        if sample.remove_sample:
+            part.zero_()
+        elif sample.loss_mask is not None and not _is_ones(sample.loss_mask):
+            part.copy_(torch.tensor(sample.loss_mask))
+    return values
+
+
+def _is_ones(mask: list[int]) -> bool:
+    return mask.count(1) == len(mask)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def _ragged_index(offsets: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
-    """Positions of the values of `rows`, end to end."""
-    chosen = lengths[rows]
-    shift = offsets[rows] - _offsets(chosen)[:-1]
-    return torch.repeat_interleave(shift, chosen) + torch.arange(int(chosen.sum()))
+def _chosen(column: Tensor, lengths: Tensor, rows: list[int]) -> Tensor:
+    """The values of `rows`, end to end."""
+    parts = column.split(lengths.tolist())
+    return torch.cat([parts[row] for row in rows]) if rows else column[:0].clone()
 
 
 def _tensor_columns() -> tuple[str, ...]:

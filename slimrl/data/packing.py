@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from slimrl.data import bins
 from slimrl.data.batch import RolloutBatch
 
@@ -124,9 +122,7 @@ def _in_order(groups: bins.Bins, ranks: int) -> list[bins.Bins]:
 
 def _trained_tokens(batch: RolloutBatch) -> list[int]:
     """Number of unmasked response tokens of each sample."""
-    running = torch.zeros(batch.loss_mask.numel() + 1, dtype=torch.int64)
-    torch.cumsum(batch.loss_mask != 0, 0, out=running[1:])
-    return running[batch.response_offsets].diff().tolist()
+    return [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.response_lengths.tolist())]
 
 
 def _rank_batch(batch: RolloutBatch, micro_batches: list[bins.Bins]) -> RolloutBatch:

@@ -1,5 +1,6 @@
 """The columnar batch: layout of hand-made samples, selection, files, and refusals that name the sample."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,26 @@ def test_an_incomplete_sample_is_refused_by_name(fields, message):
     samples = [make_sample(6, [1], [2]), make_sample(7, [1], [2], **fields)]
     with pytest.raises(ValueError, match=message):
         batch_from_samples(samples, torch.zeros(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokens": [1, 2.5]}, "sample 7 .number 1 of the rollout. has tokens that are no int64"),
+        ({"tokens": [1, 2**63]}, "sample 7 .* has tokens that are no int64"),
+        ({"rollout_log_probs": [None]}, "sample 7 .* has rollout_log_probs that are no float32"),
+    ],
+)
+def test_a_value_that_a_column_cannot_hold_is_refused_by_name(fields, message):
+    samples = [make_sample(6, [1], [2]), make_sample(7, [1], [2], **fields)]
+    with pytest.raises(ValueError, match=message):
+        batch_from_samples(samples, torch.zeros(2), torch.zeros(2))
+
+
+def test_log_probs_are_rounded_to_the_nearest_float32():
+    values = [-0.1, -1 / 3, -1e-45, -3.4028235e38, 0.0, float("-inf")]
+    batch = batch_from_samples([make_sample(0, [1], [2] * 6, rollout_log_probs=values)], torch.zeros(1), torch.zeros(1))
+    assert batch.rollout_log_probs.numpy().tobytes() == np.array(values, dtype=np.float32).tobytes()
 
 
 def test_a_sample_without_an_index_is_named_by_its_place():
