@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from slimrl.cluster.engine import Engine
 from slimrl.cluster.engine_actor import ServerEnd
@@ -210,7 +210,8 @@ class Recovery:
             try:
                 await self._start(index)
             except (ProcessStartError, RayActorError, EngineError, OSError) as error:
-                end = ServerEnd(f"SGLang server {place.engine.settings.name} did not start: {error}")
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                end = ServerEnd(f"SGLang server {place.engine.settings.name} did not start: {cause}")
                 continue
             end = await self._end_of(place)
 
@@ -226,7 +227,8 @@ class Recovery:
                 return death.result()
             what = (place.blamed if place.blamed.done() else illness).result()
         except RayActorError as error:  # its actor or the machine under it
-            return ServerEnd(f"SGLang server {engine.settings.name} ({engine.url}) died with its actor: {error}")
+            what = f"died with its actor: {_first_line(error)}"
+            return ServerEnd(f"SGLang server {engine.settings.name} ({engine.url}) {what}")
         finally:
             for watch in (death, illness):
                 watch.cancel()
@@ -310,3 +312,7 @@ class Recovery:
     async def _change(self) -> None:
         """Until anything has changed."""
         await self._changed.wait()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

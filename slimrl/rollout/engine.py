@@ -25,6 +25,10 @@ class Generation:
     sent_ns: int = 0  # when the request that was answered was sent, by time.monotonic_ns; 0 where that is not known
 
 
+class EngineCallError(RuntimeError):
+    """What an EngineClient raises when a request fails: also within a function of the user's that asks the engine."""
+
+
 class EngineClient(Protocol):
     """Asynchronous client of a fleet of engines."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from slimrl.rollout.engine import EngineCallError
 
-class EngineError(RuntimeError):
+
+class EngineError(EngineCallError):
     """Any failure of an engine or of a call to one."""
 
 

@@ -83,6 +83,14 @@ class RolloutArguments:
     rollout_all_samples_process_path: str | None = flag(
         None, "function that sees all judged groups of a rollout, dropped ones too (dotted import path)"
     )
+    skip_failed_samples: bool = flag(
+        False,
+        "where a function of yours that makes or judges a sample raises, leave its group out and generate another"
+        " prompt in its place (the run ends)",
+    )
+    max_failed_samples: int = flag(
+        16, "--skip-failed-samples: more of them in one rollout end the run after all (count)", at_least=0
+    )
     custom_convert_samples_to_train_data_path: str | None = flag(
         None, "function that makes the training data of a rollout (dotted import path)"
     )

@@ -1,0 +1,62 @@
+"""Samples in which a function of the user's raised: they end the run, or are skipped up to a limit.
+
+Promises that only functions of the user's are forgiven, never an engine or slimrl itself, and that every failure that
+is skipped is counted and logged with its traceback. Made by the rollout loop for one rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from slimrl.arguments import Arguments
+from slimrl.rollout.engine import EngineCallError
+
+logger = logging.getLogger(__name__)
+
+
+class SampleError(RuntimeError):
+    """Generation or reward of one sample failed; the message names the sample, the prompt and the cause.
+
+    `by_hook` tells whether a function of the user's is to blame.
+    """
+
+    def __init__(self, text: str, *, by_hook: bool = False) -> None:
+        super().__init__(text)
+        self.by_hook = by_hook
+
+
+class FailedSamples:
+    """Counts the samples of one rollout that were skipped."""
+
+    def __init__(self, args: Arguments) -> None:
+        """By `--skip-failed-samples` and `--max-failed-samples`."""
+        self._skips = args.skip_failed_samples
+        self._limit = args.max_failed_samples
+        self.count = 0
+
+    def skip(self, error: SampleError) -> None:
+        """Counts a failure. Raises it where it may not be skipped, and with the limit where there are too many."""
+        if not (self._skips and error.by_hook):
+            raise error
+        self.count += 1
+        if self.count > self._limit:
+            raise SampleError(
+                f"{error}\nit is failure number {self.count} in this rollout, more than --max-failed-samples"
+                f" {self._limit}: mend the function, or allow more"
+            ) from error
+        logger.warning("its group is left out (--skip-failed-samples): %s", error)
+
+    def metrics(self) -> dict[str, float]:
+        """The count, where failures may be skipped."""
+        return {"rollout/failed_samples": float(self.count)} if self._skips else {}
+
+
+def is_from_engine(error: BaseException) -> bool:
+    """Whether an engine's failure is the error, or what led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, EngineCallError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
