@@ -130,6 +130,8 @@ def _batch(args: Arguments) -> None:
         args.update_weights_in_flight = args.max_weight_staleness is not None
     if args.loss_type == "sft_loss":
         args.compute_advantages_and_returns = False
+    if args.loss_type == "custom_loss":
+        args.keep_logits = True  # they are what such a function is given
 
 
 def _lengths(args: Arguments) -> None:

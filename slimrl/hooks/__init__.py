@@ -1,6 +1,7 @@
 """The doors for user code: the written contract of every `--...-path` flag, and how a path becomes a function.
 
-`of_rollouts` has the contracts around generation, `resolving` finds functions and checks them.
+`of_rollouts` has the contracts around generation, `of_training` those of training; `resolving` finds functions and
+checks them.
 """
 
 from slimrl.hooks.contract import Hook, HookError, HookFailedError
@@ -21,10 +22,25 @@ from slimrl.hooks.of_rollouts import (
     SampleFilter,
     SampleHook,
 )
+from slimrl.hooks.of_training import (
+    BeforeLogProb,
+    BeforeTrainStep,
+    CustomAdvantage,
+    CustomLoss,
+    CustomTIS,
+    LayerSpec,
+    LossBatch,
+    MegatronInit,
+    ModelProvider,
+    PgLossReducer,
+    RolloutDataPostprocess,
+    UpdateWeightPostWrite,
+)
 from slimrl.hooks.resolving import (
     accepted,
     accepts_keyword,
     expectation,
+    named,
     naming,
     own_path,
     resolve,
@@ -33,10 +49,15 @@ from slimrl.hooks.resolving import (
 
 __all__ = [
     "AllSamplesProcess",
+    "BeforeLogProb",
+    "BeforeTrainStep",
     "BufferFilter",
     "ConvertSamples",
+    "CustomAdvantage",
     "CustomGenerate",
+    "CustomLoss",
     "CustomReward",
+    "CustomTIS",
     "DataSource",
     "DynamicSamplingFilter",
     "EvalRolloutLog",
@@ -44,15 +65,23 @@ __all__ = [
     "Hook",
     "HookError",
     "HookFailedError",
+    "LayerSpec",
+    "LossBatch",
+    "MegatronInit",
+    "ModelProvider",
     "OwnDataSource",
+    "PgLossReducer",
     "RewardPostProcess",
+    "RolloutDataPostprocess",
     "RolloutFunction",
     "RolloutLog",
     "SampleFilter",
     "SampleHook",
+    "UpdateWeightPostWrite",
     "accepted",
     "accepts_keyword",
     "expectation",
+    "named",
     "naming",
     "own_path",
     "resolve",

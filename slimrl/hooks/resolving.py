@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import inspect
+import itertools
+import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,11 +65,37 @@ def resolve_data_source(path: str) -> type[OwnDataSource]:
 
 @contextlib.contextmanager
 def naming(flag: str, path: str) -> Iterator[None]:
-    """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it."""
+    """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it, and its lines."""
     try:
         yield
     except Exception as error:  # user code may raise anything; nothing is swallowed
-        raise HookFailedError(f"{flag} {path} raised {type(error).__name__}: {error}") from error
+        lines = own_lines(error)
+        raise HookFailedError(f"{flag} {path} raised {type(error).__name__}: {error}{lines}") from error
+
+
+def named(flag: str, path: str, contract: type[Hook]) -> Callable[..., Any]:
+    """The function at `path`, as `resolve` finds it, which raises like a block in `naming`."""
+    function = resolve(path, contract)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with naming(flag, path):
+            return function(*arguments, **keywords)
+
+    return call
+
+
+def own_lines(error: Exception) -> str:
+    """The traceback from the first line outside of slimrl on, each as "\n  file:line in function: code".
+
+    Empty where the error comes from slimrl alone.
+    """
+    package = str(Path(__file__).parents[1]) + os.sep
+    frames = itertools.dropwhile(
+        lambda frame: frame.filename.startswith(package) or frame.filename == contextlib.__file__,
+        traceback.extract_tb(error.__traceback__),
+    )
+    return "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)
 
 
 def own_path(path: str) -> str:

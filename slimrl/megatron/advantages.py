@@ -38,11 +38,11 @@ def token_advantages(
     else:
         advantages = torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
     if args.normalize_advantages:
-        advantages = _whitened(advantages, mask, group)
+        advantages = whitened(advantages, mask, group)
     return advantages
 
 
-def _whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:
+def whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(values - mean) / (std + 1e-8) with mean and unbiased std over the unmasked values of all ranks."""
     trained = mask != 0
     chosen = values[trained].double()

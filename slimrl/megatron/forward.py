@@ -58,10 +58,14 @@ class LogProbSettings:
         context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
         """
         log_probs, entropy = self._from_logits(output[0], micro_batch) if self.keep_logits else output
+        return self.of_all_ranks(log_probs, entropy, micro_batch)
+
+    def of_all_ranks(self, first: Tensor, second: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Columns [response tokens] from [own response tokens] of each context-parallel rank."""
         if self.context_group.size() == 1:
-            return log_probs, entropy
+            return first, second
         total = micro_batch.response_index.numel()
-        return _FromAllRanks.apply(log_probs, entropy, micro_batch.own, total, self.context_group)
+        return _FromAllRanks.apply(first, second, micro_batch.own, total, self.context_group)
 
     def _from_logits(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_log_probs(
@@ -126,7 +130,11 @@ class ResponseColumns:
             for value in [getattr(self, field.name)]
         }
         return PolicyLossInputs(
-            log_probs=log_probs, entropy=entropy, response_lengths=micro_batch.response_lengths, **chosen
+            log_probs=log_probs,
+            entropy=entropy,
+            response_lengths=micro_batch.response_lengths,
+            lengths=micro_batch.lengths,
+            **chosen,
         )
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
@@ -152,13 +160,14 @@ def _forward(stage: torch.nn.Module, micro_batch: MicroBatch, settings: LogProbS
         if config.sequence_parallel and not stage.module.pre_process:  # the embedding's stage cuts it itself
             group = stage.module.pg_collection.tp
             padding = padding.chunk(group.size(), dim=1)[group.rank()]
+    wanted = settings.wanted(micro_batch)
     return stage(
         micro_batch.tokens,
         None,
         None,
         packed_seq_params=micro_batch.sequences,
         padding_mask=padding,
-        wanted=settings.wanted(micro_batch),
+        **({} if wanted is None else {"wanted": wanted}),  # a model of the user's may know nothing of it
     )
 
 
@@ -234,12 +243,13 @@ def forward_backward(
     on_micro_batch: Callable[[], None],
     *,
     by_tokens: float | None = None,
+    own_loss: Callable[[Tensor, MicroBatch], PolicyLossSums] | None = None,
 ) -> list[PolicyLossSums]:
     """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
 
     The gradient is divided by the step's count of the sums. Where layers add losses of their own, which megatron-core
     weighs by their tokens, it is divided by those and the policy's loss multiplied by `by_tokens`, their number by
-    the count: see `layer_tokens`.
+    the count: see `layer_tokens`. `own_loss` makes the sums of the logits and a micro-batch instead of `loss_settings`.
 
     The sums are equal on ranks that share these samples, but absent where the rank does not hold the last stage.
     `on_micro_batch` is called at the begin of each.
@@ -247,8 +257,11 @@ def forward_backward(
     counts = log_prob_settings.context_group.rank() == 0
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
-        log_probs, entropy = log_prob_settings(output, micro_batch)
-        sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
+        if own_loss is not None:
+            sums = own_loss(output, micro_batch)
+        else:
+            log_probs, entropy = log_prob_settings(output, micro_batch)
+            sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
         value, count = sums.loss, sums.count
         if by_tokens is not None:
             value, count = by_tokens * value, count.new_tensor(layer_tokens(stages[0].config, micro_batch))

@@ -16,10 +16,12 @@ from slimrl.algorithms.off_policy import off_policy_sequences, sequence_log_rati
 from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments import Arguments
+from slimrl.megatron.own_parts import OwnParts
 
 # Means over the step, weighted as the loss is; what a run does not use is not among its metrics.
 _ALWAYS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_mean")
 _SUPERVISED = ("loss", "entropy_loss")
+_OWN = ("loss",)
 _WITH_TIS = ("tis", "tis_clipfrac", "tis_abs")
 _WITH_OPSM = ("opsm_clipfrac",)
 # Means over all trained tokens of the step.
@@ -43,10 +45,14 @@ class PolicyLossSettings:
     unbiased_kl: bool = False
     tis_bounds: tuple[float, float] | None = None  # None: no importance correction
     opsm_delta: float | None = None  # None: no sequence is left out
+    own: bool = False  # the loss is a function of the user's, which `own_loss` calls
+    own_parts: OwnParts = OwnParts()
+    compares_policies: bool = True  # whether there are log-probabilities of other policies
 
     @classmethod
     def from_args(cls, args: Arguments) -> PolicyLossSettings:
         """The settings of a run; a KL loss that is only logged has coefficient 0."""
+        own_parts = OwnParts.from_args(args)
         return cls(
             eps_clip=args.eps_clip,
             eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -58,13 +64,18 @@ class PolicyLossSettings:
             supervised=args.loss_type == "sft_loss",
             estimator=args.advantage_estimator,
             unbiased_kl=args.use_unbiased_kl,
-            tis_bounds=(args.tis_clip_low, args.tis_clip) if args.use_tis else None,
+            tis_bounds=(args.tis_clip_low, args.tis_clip) if args.use_tis and own_parts.correction is None else None,
             opsm_delta=args.opsm_delta if args.use_opsm else None,
+            own=args.loss_type == "custom_loss",
+            own_parts=own_parts,
+            compares_policies=args.compute_advantages_and_returns and args.loss_type != "sft_loss",
         )
 
     @property
     def weighted_names(self) -> tuple[str, ...]:
         """The names of `PolicyLossSums.weighted`, in its order."""
+        if self.own:
+            return _OWN
         if self.supervised:
             return _SUPERVISED
         return (
@@ -87,6 +98,7 @@ class PolicyLossInputs:
     advantages: Tensor
     loss_mask: Tensor
     response_lengths: Tensor  # int64 [samples]
+    lengths: tuple[tuple[int, int], ...] = ()  # the whole's and the response's, for functions of the user's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +110,7 @@ class PolicyLossSums:
     weighted: Tensor  # float64 [len(PolicyLossSettings.weighted_names)], divided by `count`
     by_token: Tensor  # float64 [len(TOKEN_NAMES) + 1], divided by its last entry, the trained tokens
     maxima: Tensor  # float64 [len(MAXIMUM_NAMES)]
+    own: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # by a function of the user's, divided by `count`
 
 
 def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLossSums:
@@ -112,9 +125,19 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
         return _supervised_sums(inputs, settings)
     policy = _policy_loss(inputs, settings)
     corrected, corrections = _corrected(policy.loss, inputs, settings)
+    trained_tokens, count = _counts(inputs, settings)
+    totals, responses = [total for total, _ in inputs.lengths], [response for _, response in inputs.lengths]
+    noted: dict[str, Tensor] = {}
+    if settings.own_parts.correction is not None:
+        corrected, mask, noted = settings.own_parts.corrected(
+            corrected, inputs.train_log_probs, inputs.rollout_log_probs, mask, totals, responses
+        )
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
     kl = torch.zeros_like(mask)
-    per_token = corrected
+    reduced = None
+    if settings.own_parts.reducer is not None:
+        reduced = settings.own_parts.reduced(corrected, mask, totals, responses, settings.per_token)
+    per_token = corrected if reduced is None else torch.zeros_like(corrected)
     if settings.entropy_coef != 0.0:
         per_token = per_token - settings.entropy_coef * inputs.entropy
     if inputs.ref_log_probs is not None:
@@ -124,7 +147,8 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
         if settings.kl_loss_coef != 0.0:
             per_token = per_token + settings.kl_loss_coef * kl
     loss = masked_sum(per_token, weights)
-    trained_tokens, count = _counts(inputs, settings)
+    if reduced is not None:
+        loss = loss + reduced
 
     with torch.no_grad():
         values = (
@@ -139,12 +163,17 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
         )
         mismatch = (inputs.train_log_probs - inputs.rollout_log_probs).abs()
         ratio_gap = (policy.ratio - 1).abs()
+        weighted = torch.stack([masked_sum(value.double(), weights.double()) for value in values])
+        if reduced is not None:
+            weighted[0] += reduced
+            weighted[1] = reduced
         return PolicyLossSums(
             loss=loss,
             count=count.to(torch.int32),
-            weighted=torch.stack([masked_sum(value.double(), weights.double()) for value in values]),
+            weighted=weighted,
             by_token=torch.stack([mismatch.double().sum(), trained_tokens.double()]),
             maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
+            own={name: masked_sum(values.double(), weights.double()) for name, values in noted.items()},
         )
 
 

@@ -35,6 +35,8 @@ class MicroBatch:
     own: Tensor  # int64 [own response tokens]: which of the micro-batch's response tokens they are
     response_index: Tensor  # int64 [response tokens]: their places in the rank's response columns
     response_lengths: Tensor  # int64 [samples]
+    rows: tuple[int, ...]  # the samples' places in the rank's batch
+    lengths: tuple[tuple[int, int], ...]  # of each sample and of its response, known to the host
 
 
 def pack_micro_batch(
@@ -81,6 +83,8 @@ def pack_micro_batch(
         own=own.to(device),
         response_index=ranges(batch.response_offsets[index], responses).to(device),
         response_lengths=responses.to(device),
+        rows=tuple(rows),
+        lengths=tuple(zip(totals.tolist(), responses.tolist(), strict=True)),
     )
 
 

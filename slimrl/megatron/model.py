@@ -1,4 +1,4 @@
-"""Builds the model of a training worker from flags.
+"""Builds the model of a training worker from flags, with a function or layers of the user's where they say so.
 
 Promises a bare `GPTModel` on this process' device, with vocabulary-parallel logits over the padded vocabulary
 and every parameter marked the way gradient reduction needs. Called by the trainer and by the converters.
@@ -6,16 +6,22 @@ and every parameter marked the way gradient reduction needs. Called by the train
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slimrl.arguments import Arguments
+from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, resolve
 from slimrl.megatron.config import transformer_config
 from slimrl.megatron.output import PolicyModel
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.post_norm import PostNorms
-from slimrl.megatron.spec import block_spec
+from slimrl.megatron.spec import block_of, block_spec
 
 
 def build_model(args: Arguments, parallel: ParallelState) -> GPTModel:
@@ -34,17 +40,22 @@ def build_stages(args: Arguments, parallel: ParallelState) -> list[GPTModel]:
     return [_build_stage(args, config, parallel, number) for number in numbers]
 
 
-def _build_stage(
-    args: Arguments, config: TransformerConfig, parallel: ParallelState, virtual_stage: int | None
-) -> GPTModel:
-    post_norms = PostNorms(self_attention=args.post_self_attn_layernorm, mlp=args.post_mlp_layernorm)
-    model = PolicyModel(
+def policy_model(
+    args: Arguments,
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    layers: TransformerBlockSubmodules | None = None,
+) -> PolicyModel:
+    """slimrl's own model of a stage, in host memory; `layers` are those of `spec.block_spec` where None is given."""
+    return PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, virtual_stage, post_norms),
+        transformer_layer_spec=layers if layers is not None else _own_layers(args, config, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel.holds_embedding(virtual_stage),
-        post_process=parallel.holds_head(virtual_stage),
+        pre_process=pre_process,
+        post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
@@ -52,10 +63,67 @@ def _build_stage(
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        vp_stage=virtual_stage,
+        vp_stage=vp_stage,
     )
+
+
+def _own_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    post_norms = PostNorms(self_attention=args.post_self_attn_layernorm, mlp=args.post_mlp_layernorm)
+    return block_spec(config, vp_stage, post_norms)
+
+
+def _build_stage(
+    args: Arguments, config: TransformerConfig, parallel: ParallelState, virtual_stage: int | None
+) -> GPTModel:
+    ends = parallel.holds_embedding(virtual_stage), parallel.holds_head(virtual_stage)
+    if args.custom_model_provider_path is not None:
+        where, path = "--custom-model-provider-path", args.custom_model_provider_path
+        model = _provided(where, path, named(where, path, ModelProvider), args, config, ends, virtual_stage)
+    elif args.spec is not None:
+        model = _from_spec(args, config, ends, virtual_stage)
+    else:
+        model = policy_model(args, config, *ends, virtual_stage)
     mark_expert_parameters(model)
     return model.to(parallel.device)
+
+
+def _from_spec(
+    args: Arguments, config: TransformerConfig, ends: tuple[bool, bool], virtual_stage: int | None
+) -> GPTModel:
+    """The model of the layers that --spec describes."""
+    path = ".".join(args.spec)
+    found = resolve(path, LayerSpec)
+    if not isinstance(found, ModuleSpec):
+        found = named("--spec", path, LayerSpec)(args, config, virtual_stage)
+    if isinstance(found, ModuleSpec | TransformerBlockSubmodules):
+        return policy_model(args, config, *ends, virtual_stage, block_of(config, found, virtual_stage))
+    if inspect.isroutine(found):
+        return _provided("--spec", path, found, args, config, ends, virtual_stage)
+    raise HookFailedError(
+        f"--spec {path} returned a value of type {type(found).__name__}: return a ModuleSpec of a layer,"
+        " TransformerBlockSubmodules or a function that builds the model"
+    )
+
+
+def _provided(
+    flag: str,
+    path: str,
+    function: Callable[..., Any],
+    args: Arguments,
+    config: TransformerConfig,
+    ends: tuple[bool, bool],
+    virtual_stage: int | None,
+) -> GPTModel:
+    """What a model provider gives; raises HookFailedError where nothing here can train it."""
+    model = function(*ends, **accepted(function, ModelProvider, vp_stage=virtual_stage, args=args, config=config))
+    if not isinstance(model, GPTModel):
+        raise HookFailedError(f"{flag} {path} returned a value of type {type(model).__name__}: return a GPTModel")
+    if not isinstance(model, PolicyModel) and not args.keep_logits:
+        raise HookFailedError(
+            f"{flag} {path} returned a plain GPTModel, which gives logits: add --keep-logits, or build it with"
+            " slimrl.megatron.model.policy_model"
+        )
+    return model
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:

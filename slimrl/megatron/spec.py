@@ -54,6 +54,20 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in own], layer_norm=norm)
 
 
+def block_of(
+    config: TransformerConfig, found: ModuleSpec | TransformerBlockSubmodules, virtual_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The block of layers that --spec describes: whole, or as one layer that stands for all."""
+    if isinstance(found, TransformerBlockSubmodules):
+        return found
+    if isinstance(found.submodules, TransformerBlockSubmodules):
+        return found.submodules
+    norm = _engine_norm() if config.transformer_impl == "transformer_engine" else RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[found] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
+    )
+
+
 def moe_layers(config: TransformerConfig) -> list[bool]:
     """Of each layer of the whole model, whether it has experts."""
     if config.num_moe_experts is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSettings, PolicyLossSums
+from slimrl.megatron.own_loss import added_metrics
 from slimrl.megatron.parallel import ParallelState
 
 
@@ -35,7 +37,22 @@ def reduce_step(
     weighted, by_token = numbers[: len(weighted_names)], numbers[len(weighted_names) :]
     tokens = by_token.pop()
     metrics = {name: value / max(count, 1.0) for name, value in zip(weighted_names, weighted, strict=True)}
-    if not settings.supervised:  # what compares two policies means nothing there
+    if settings.compares_policies:
         metrics |= {name: value / max(tokens, 1.0) for name, value in zip(TOKEN_NAMES, by_token, strict=True)}
         metrics |= dict(zip(MAXIMUM_NAMES, maxima.tolist(), strict=True))
+    if settings.own:
+        metrics.pop("ratio_max_abs_diff", None)  # its ratio, if it has one, is its own
+    if settings.own or settings.own_parts.correction is not None:
+        metrics |= {name: value / max(count, 1.0) for name, value in _own_metrics(sums, parallel).items()}
     return metrics | {"tokens": tokens}
+
+
+def _own_metrics(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
+    """What functions of the user's report, whose names only the last stages know, added up over all ranks."""
+    counts = parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0
+    of_ranks: list[dict[str, float]] = [{} for _ in range(parallel.world_size)]
+    dist.all_gather_object(of_ranks, added_metrics(list(sums)) if counts else {})
+    return {
+        name: math.fsum(own.get(name, 0.0) for own in of_ranks)
+        for name in sorted({key for own in of_ranks for key in own})
+    }

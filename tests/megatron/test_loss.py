@@ -94,7 +94,7 @@ def test_cutting_the_batch_between_samples_changes_nothing(per_token: bool):
     inputs = two_samples()
 
     def part(tokens: slice, samples: slice) -> PolicyLossSums:
-        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-1]}
+        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-2]}
         return policy_loss_sums(PolicyLossInputs(**cut, response_lengths=inputs.response_lengths[samples]), settings)
 
     whole = policy_loss_sums(inputs, settings)

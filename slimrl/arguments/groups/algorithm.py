@@ -8,7 +8,6 @@ import re
 from slimrl.arguments.flag import flag
 
 _RETURNS = "it belongs to a critic, which this version does not have; leave it out"
-_TIS = "use --use-tis with --tis-clip and --tis-clip-low"
 _REPLAY = "routing is not replayed in this version; leave it out"
 
 
@@ -35,25 +34,20 @@ class AlgorithmArguments:
         "policy_loss",
         "what is minimised",
         choices=("policy_loss", "sft_loss", "custom_loss"),
-        not_served="use policy_loss or sft_loss",
-        served=("sft_loss",),
     )
     custom_loss_function_path: str | None = flag(
-        None, "loss of --loss-type custom_loss (dotted import path)", not_served="use --loss-type policy_loss"
+        None, "loss of --loss-type custom_loss (dotted import path); it needs logits and implies --keep-logits"
     )
     custom_advantage_function_path: str | None = flag(
-        None,
-        "function that computes advantages (dotted import path)",
-        not_served="use --custom-reward-post-process-path, which decides the rewards that become advantages",
+        None, "function that computes advantages (dotted import path); --advantage-estimator still decides the loss"
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None,
-        "function that makes the policy loss's mean (dotted import path)",
-        not_served="means over tokens and over samples are served; use --calculate-per-token-loss or leave it out",
+        "function that makes the policy loss's mean (dotted import path; as --calculate-per-token-loss says)",
     )
     compute_advantages_and_returns: bool = flag(
         True,
-        "no advantages, old or reference log-probabilities: for --loss-type sft_loss, which needs none",
+        "no advantages, old or reference log-probabilities: for --loss-type sft_loss, or a custom_loss that needs none",
         only_off=True,
         off=("--disable-compute-advantages-and-returns",),
     )
@@ -110,7 +104,10 @@ class AlgorithmArguments:
     )
     tis_clip: float = flag(2.0, "largest such weight", above=0)
     tis_clip_low: float = flag(0.0, "smallest such weight", at_least=0)
-    custom_tis_function_path: str | None = flag(None, "correction of one's own (dotted import path)", not_served=_TIS)
+    custom_tis_function_path: str | None = flag(
+        None,
+        "function that corrects the policy loss with --use-tis (dotted import path; weights within the two bounds)",
+    )
     get_mismatch_metrics: bool = flag(
         False,
         "log how engines and training differ",
@@ -141,17 +138,13 @@ class AlgorithmArguments:
     custom_megatron_before_log_prob_hook_path: str | None = flag(
         None,
         "function that runs before each log-probability pass (dotted import path)",
-        not_served="there is no such place in this version; leave it out",
     )
     custom_megatron_before_train_step_hook_path: str | None = flag(
         None,
         "function that runs before each optimizer step (dotted import path)",
-        not_served="there is no such place in this version; leave it out",
     )
     rollout_data_postprocess_path: str | None = flag(
-        None,
-        "function that sees a training batch before its steps (dotted import path)",
-        not_served="use --custom-reward-post-process-path, which sees a rollout before training",
+        None, "function that sees, and may change, a rank's share of a rollout before its steps (dotted import path)"
     )
 
     @property

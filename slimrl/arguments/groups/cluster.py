@@ -61,8 +61,7 @@ class ClusterArguments:
     )
     custom_megatron_init_path: str | None = flag(
         None,
-        "function that runs after Megatron's initialisation (dotted import path)",
-        not_served="there is no such place in this version; leave it out",
+        "function that runs on every training rank after Megatron's initialisation (dotted import path)",
     )
     train_env_vars: dict[str, Any] = flag({}, "environment variables for the training processes (JSON object)")
 

@@ -90,9 +90,8 @@ class ModelArguments:
     )
     spec: list[str] | None = flag(
         None,
-        "layers of one's own: module and function",
+        "layers of one's own: module, and function (args, config, vp_stage) in it; weights are named as the family's are",
         nargs="+",
-        not_served="a layer of one's own has no table of weights; use a family of docs/families.md",
     )
     model_name: str | None = flag(
         None,
@@ -101,8 +100,7 @@ class ModelArguments:
     )
     custom_model_provider_path: str | None = flag(
         None,
-        "function that builds the model (dotted import path)",
-        not_served="a model of one's own has no table of weights; use a family of docs/families.md",
+        "function that builds the model (dotted import path), whose weights are named as the family's are",
     )
     enable_experimental: bool = flag(
         False, "megatron-core's experimental features", not_served="none of them is used here; leave it out"

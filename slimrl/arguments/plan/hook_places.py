@@ -38,6 +38,8 @@ def hook_places(args: Arguments) -> list[HookPlace]:
         if dataset.custom_generate_function_path != args.custom_generate_function_path:
             path = dataset.custom_generate_function_path
             doors.append((f"eval set {dataset.name}: custom_generate_function_path", path))
+    if args.spec is not None:
+        doors.append(("--spec", ".".join(args.spec)))
     places = [_place(door, own_path(path)) for door, path in doors if path]
     return [place for place in places if place is not None]
 

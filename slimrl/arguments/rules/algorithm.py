@@ -29,7 +29,9 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
     """With one response per prompt, every group-normalised reward is zero."""
     if args.custom_reward_post_process_path is not None or "n_samples_per_prompt" in context.broken:
         return
-    if args.loss_type == "sft_loss":
+    if args.custom_advantage_function_path is not None:  # it has the raw rewards too
+        return
+    if args.loss_type == "sft_loss" or args.only_evaluates or args.debug_rollout_only:
         return
     by_group = args.advantage_estimator != "reinforce_plus_plus" and args.rewards_normalization
     if by_group and args.n_samples_per_prompt == 1:
@@ -153,7 +155,7 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
 def supervised_training_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
     """Likelihood of given answers: no advantages, no KL, no corrections."""
     if args.loss_type != "sft_loss":
-        if "compute_advantages_and_returns" in context.given:
+        if "compute_advantages_and_returns" in context.given and args.loss_type != "custom_loss":
             yield Problem(
                 "--disable-compute-advantages-and-returns",
                 f"--disable-compute-advantages-and-returns leaves --loss-type {args.loss_type} without advantages:"

@@ -30,6 +30,7 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
         ),
         ("--custom-rm-path", args.custom_rm_path, hooks.CustomReward),
         ("--custom-reward-post-process-path", args.custom_reward_post_process_path, hooks.RewardPostProcess),
+        *_of_training(args),
     ]
     doors += [("--rollout-sample-hook-path", path, hooks.SampleHook) for path in args.rollout_sample_hook_path]
     for dataset in args.eval_datasets if args.eval_config is not None else []:
@@ -51,6 +52,35 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
             hooks.resolve(path, contract)
         except hooks.HookError as error:
             yield Problem(door.split(":")[0], ended(f"{door} {path}: {error}"))
+
+
+def _of_training(args: Arguments) -> list[tuple[str, str | None, type[hooks.Hook]]]:
+    spec = ".".join(args.spec) if args.spec is not None and len(args.spec) == 2 else None
+    return [
+        ("--custom-loss-function-path", args.custom_loss_function_path, hooks.CustomLoss),
+        ("--custom-advantage-function-path", args.custom_advantage_function_path, hooks.CustomAdvantage),
+        ("--custom-tis-function-path", args.custom_tis_function_path, hooks.CustomTIS),
+        ("--custom-pg-loss-reducer-function-path", args.custom_pg_loss_reducer_function_path, hooks.PgLossReducer),
+        ("--rollout-data-postprocess-path", args.rollout_data_postprocess_path, hooks.RolloutDataPostprocess),
+        ("--custom-model-provider-path", args.custom_model_provider_path, hooks.ModelProvider),
+        ("--spec", spec, hooks.LayerSpec),
+        ("--custom-megatron-init-path", args.custom_megatron_init_path, hooks.MegatronInit),
+        (
+            "--custom-megatron-before-log-prob-hook-path",
+            args.custom_megatron_before_log_prob_hook_path,
+            hooks.BeforeLogProb,
+        ),
+        (
+            "--custom-megatron-before-train-step-hook-path",
+            args.custom_megatron_before_train_step_hook_path,
+            hooks.BeforeTrainStep,
+        ),
+        (
+            "--custom-update-weight-post-write-path",
+            args.custom_update_weight_post_write_path,
+            hooks.UpdateWeightPostWrite,
+        ),
+    ]
 
 
 def _own(path: str | None) -> str | None:
