@@ -15,7 +15,9 @@ from slimrl import hooks
 from slimrl.arguments import Arguments
 from slimrl.data import version_spans
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.hooks.resolving import own_lines
 from slimrl.rollout.engine import EngineClient, StoppableEngine
+from slimrl.rollout.failures import SampleError, is_from_engine
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.sample_trace import GENERATION, SampleTrace
 from slimrl.rollout.stop_strings import end_at_stop_string
@@ -24,10 +26,6 @@ from slimrl.rollout.turns import append_generation
 from slimrl.rollout.under_way import UnderWay
 
 _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
-
-
-class SampleError(RuntimeError):
-    """Generation or reward of one sample failed; the message names the sample, the prompt and the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,8 @@ class SampleMaker:
         if sample.status in _FINISHED:
             return [sample]
         engine = self._trace.engine_for(self._engine, sample, rollout_id, policy.evaluation)
-        made = await self._named(sample, GENERATION, self._generate(sample, params, policy, engine))
+        work, path = self._generate(sample, params, policy, engine), policy.custom_generate_path
+        made = await self._named(sample, GENERATION, work, path and f"--custom-generate-function-path {path}")
         return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
 
     async def judge(self, samples: list[Sample], policy: SamplePolicy) -> None:
@@ -97,13 +96,15 @@ class SampleMaker:
             return
         for made in samples:
             if made.status in _FINISHED and made.reward is None:
-                made.reward = await self._named(made, "the reward", self._scorer.score(made, policy.reward_rule))
+                judging, path = self._scorer.score(made, policy.reward_rule), _reward_path(made, policy)
+                made.reward = await self._named(made, "the reward", judging, path)
         self.finished += all(made.reward is not None for made in samples)
 
     async def _judge_together(self, samples: list[Sample], policy: SamplePolicy) -> None:
         if samples:
             judging = self._scorer.score_group(samples, policy.reward_rule)
-            rewards = await self._named(samples[0], "the reward of the group", judging)
+            path = _reward_path(samples[0], policy)
+            rewards = await self._named(samples[0], "the reward of the group", judging, path)
             for made, reward in zip(samples, rewards, strict=True):
                 made.reward = reward
         self.finished += len(samples)
@@ -156,9 +157,8 @@ class SampleMaker:
 
     async def _hooked(self, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
         for path, hook in self._sample_hooks:
-            sample = await self._named(
-                sample, f"--rollout-sample-hook-path {path}", self._hook(hook, sample, policy, rollout_id)
-            )
+            name = f"--rollout-sample-hook-path {path}"
+            sample = await self._named(sample, name, self._hook(hook, sample, policy, rollout_id), name)
         return sample
 
     async def _hook(self, hook: Any, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
@@ -173,7 +173,8 @@ class SampleMaker:
         _check(returned, may_be_aborted=False)
         return returned
 
-    async def _named(self, sample: Sample, stage: str, work: Any) -> Any:
+    async def _named(self, sample: Sample, stage: str, work: Any, function: str | None) -> Any:
+        """The result of `work`, whose errors become a SampleError; `function` is the user's own that does the work."""
         try:
             with self.under_way.at(sample, stage):
                 return await work
@@ -182,9 +183,12 @@ class SampleMaker:
         except Exception as error:  # user code and engines may raise anything; nothing is swallowed
             prompt = str(sample.prompt)
             shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
+            sample.status = SampleStatus.FAILED
+            lines = f"; in {function}{own_lines(error)}" if function else ""
             raise SampleError(
                 f"{stage} of sample {sample.index} (group {sample.group_index}) failed:"
-                f" {type(error).__name__}: {error}; its prompt: {shown!r}"
+                f" {type(error).__name__}: {error}; its prompt: {shown!r}{lines}",
+                by_hook=function is not None and not is_from_engine(error),
             ) from error
 
     def _function(self, path: str) -> tuple[hooks.CustomGenerate, tuple[str, ...]]:
@@ -193,6 +197,12 @@ class SampleMaker:
             names = hooks.CustomGenerate.offered
             self._functions[path] = function, tuple(name for name in names if hooks.accepts_keyword(function, name))
         return self._functions[path]
+
+
+def _reward_path(sample: Sample, policy: SamplePolicy) -> str | None:
+    """The user's function that judges the sample, with its flag."""
+    path = sample.custom_rm_path or policy.reward_rule.custom_rm_path
+    return path and f"--custom-rm-path {path}"
 
 
 def _check(sample: Sample, *, may_be_aborted: bool) -> None:

@@ -145,7 +145,6 @@ RECIPES: dict[str, Recipe] = {
  --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 4 --sglang-ep-size 32
  --sglang-enable-dp-lm-head --sglang-moe-dense-tp-size 1 --decoder-first-pipeline-num-layers 23
  --use-fault-tolerance""",
-        refused=("--use-fault-tolerance",),
     ),
     "glm4.7-30B-A3B, 8 GPUs": Recipe(
         "glm4.7-30B-A3B",
@@ -166,7 +165,6 @@ RECIPES: dict[str, Recipe] = {
  --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head --sglang-disable-radix-cache
  --sglang-ep-size 64 --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto --sglang-server-concurrency 1024
  --use-fault-tolerance --rollout-health-check-interval 60""",
-        refused=("--use-fault-tolerance", "--rollout-health-check-interval"),
     ),
     "kimi-k2, 32 nodes": Recipe(
         "kimi-k2",
