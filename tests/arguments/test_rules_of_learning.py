@@ -271,7 +271,7 @@ def test_a_kl_weight_without_its_loss_is_refused(recipe):
 
 
 def test_an_evaluation_alone_needs_no_training_data_but_something_to_evaluate(recipe):
-    for flag in ("--prompt-data", "--rollout-max-response-len", "--rollout-batch-size"):
+    for flag in ("--prompt-data", "--rollout-max-response-len", "--rollout-batch-size", "--n-samples-per-prompt"):
         assert read_args(recipe.line("--num-rollout 0", without=flag))[1] == []
     _, problems = read_args(recipe.line("--num-rollout 0", without="--eval-interval"))
     assert [str(problem) for problem in problems] == [

@@ -6,6 +6,7 @@ import pytest
 
 from slimrl.observability.dump import read_dump
 from tests.end_to_end import checkpoints, harness, serving
+from tests.observability.trace_format import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 STEPS = 8
@@ -139,6 +140,94 @@ def test_evaluations_are_recorded_like_rollouts(whole):
         dump = read_dump(whole.folder / f"dumps/eval_{step}.jsonl")
         assert len(dump.samples) == 32
         assert sum(sample.reward for sample in dump.samples) / 32 == pytest.approx(whole.summary["eval"][when])
+
+
+def evaluation_alone(entry, tiny, whole, folder, **changes):
+    """Of the set of `whole`, with nothing that only training needs."""
+    training = ("save", "load", "save_interval", "check_weight_update_equal", "use_tensorboard", "ref_load")
+    training += ("prompt_data", "rollout_batch_size", "num_steps_per_rollout", "rollout_max_response_len")
+    without = {**dict.fromkeys(training), "colocate": None, "num_rollout": 0, "eval_max_response_len": 16}
+    done = harness.start(entry, colocated(tiny, folder, **{**without, **changes}), folder, "alone", tiny.home)
+    done = done.finish(150)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert done.summary["status"] == "completed" and done.summary["steps"] == []
+    assert len(done.summary["eval"]["history"]) == 1
+    return done
+
+
+def test_a_checkpoint_is_evaluated_alone(tiny, whole, tmp_path):
+    checkpoint = whole.folder / "checkpoints"
+    before = sorted(checkpoint.iterdir())
+    done = evaluation_alone("train_async.py", tiny, whole, tmp_path, load=checkpoint, rollout_num_gpus=1)
+    assert done.summary["eval"]["before"] == whole.summary["eval"]["after"]
+    assert (
+        read_dump(tmp_path / f"dumps/eval_{STEPS}.jsonl").header["metrics"]["eval/addition-pass@1"]
+        == (whole.summary["eval"]["after"])
+    )
+    assert sorted(checkpoint.iterdir()) == before
+
+
+def test_a_model_is_evaluated_alone_without_a_training_process(tiny, whole, tmp_path):
+    done = evaluation_alone("train.py", tiny, whole, tmp_path, debug_rollout_only=True, rollout_num_gpus=1)
+    assert done.summary["eval"]["before"] == whole.summary["eval"]["before"]
+    assert not list((done.run_dir / "logs").glob("train-rank*"))
+
+
+@pytest.fixture(scope="module")
+def timeline(whole):
+    return read_trace(whole.run_dir / "timeline.json.gz")
+
+
+def test_every_process_has_its_track_in_the_timeline(timeline):
+    driver, manager, *ranks = [name for name in timeline.processes if not name.startswith("server ")]
+    assert (driver, manager, ranks) == ("driver", "rollout manager", ["train rank 0", "train rank 1"])
+    servers = [name for name in timeline.processes if name.startswith("server ")]
+    for server in servers:  # one push before training and one after each rollout
+        assert len(timeline.of(server, "commit_weight_update")) == STEPS + 1
+    assert len(servers) == 2
+    for rank in ranks:
+        assert [span.facts["about"] for span in timeline.of(rank, "train")] == list(range(STEPS))
+        assert len(timeline.of(rank, "optimizer step")) == STEPS
+    for process in ("driver", *ranks, *(f"server{number}" for number in range(2))):
+        name = f"{process.replace('train rank ', 'rank')}_rss_gib"
+        assert len(timeline.counters["driver", name]) >= STEPS
+
+
+def test_the_phases_of_the_timeline_last_as_long_as_the_summary_says(whole, timeline):
+    turns = [span for span in timeline.of("driver") if "step" in span.facts]
+    for step, turn in zip(whole.summary["steps"], turns, strict=True):
+        assert turn.facts["step"] == step["step"]
+        within = [span for span in timeline.of("driver") if turn.start <= span.start and span.end <= turn.end]
+        for phase, seconds in step["seconds"].items():
+            spans = [span for span in within if span.name == phase]
+            if phase == "generate":
+                spans = [
+                    span for span in timeline.of("rollout manager", phase) if span.facts["rollout"] == step["step"]
+                ]
+            elif phase == "evaluate":  # between two steps
+                spans = [span for span in timeline.of("driver", phase) if span.start >= turn.end]
+            elif phase == "total":  # without saving, and up to the report of the step
+                assert 0 <= turn.seconds - step["seconds"].get("save", 0.0) - seconds < 0.5
+                continue
+            assert sum(span.seconds for span in spans) == pytest.approx(seconds, abs=0.02), phase
+
+
+def test_every_sample_has_one_request_in_the_timeline(whole, timeline):
+    asked = [span.facts for span in timeline.of("rollout manager", row="requests")]
+    samples = [sample for step in range(STEPS) for sample in read_dump(whole.folder / f"dumps/{step}.jsonl").samples]
+    requests = sorted(
+        (facts["rollout"], facts["sample"], facts["tokens"]) for facts in asked if "evaluation" not in facts
+    )
+    per_step = len(samples) // STEPS
+    assert requests == sorted((n // per_step, sample.index, sample.response_length) for n, sample in enumerate(samples))
+
+
+def test_the_timeline_of_a_killed_run_goes_on_when_it_is_resumed(resumed):
+    timeline = read_trace(resumed.run_dir / "timeline.json.gz")
+    assert any("unfinished" in span.facts for span in timeline.of("driver"))
+    steps = {span.facts["step"] for span in timeline.of("driver") if "step" in span.facts}
+    assert steps == set(range(STEPS))
 
 
 # -- again, and resumed ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem
     """--load, or for a fresh start --ref-load; a KL needs --ref-load in any case."""
     if args.debug_rollout_only or "ref_load" in context.broken:
         return
-    if args.ref_load is None and args.use_reference:
+    if args.ref_load is None and args.use_reference and not args.only_evaluates:
         cause = f"--kl-coef {args.kl_coef:g}" if args.kl_coef != 0 else "--use-kl-loss"
         yield Problem(
             "--ref-load", f"{cause} compares with a reference model and --ref-load is missing: give its checkpoint."
