@@ -43,6 +43,7 @@ from benchmarks.instant_server import raw_load
 from slimrl.arguments import Arguments
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
+from slimrl.rollout import garbage
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import Generation
 from slimrl.rollout.generate import RolloutGenerator
@@ -130,10 +131,12 @@ class Driver:
         self._source = RolloutDataSource(args, tokenizer)
         self._generator = RolloutGenerator(args, tokenizer, client)
         self._rollout_id = 0
+        garbage.expect_many_samples()
         self.bytes_per_rollout = 0
 
     async def rollout(self) -> None:
         """From prompts to pickled batches."""
+        garbage.collect_between_rollouts()
         args = self._args
         output = await self._generator.generate_rollout(self._rollout_id, self._source)
         samples = [sample for group in output.groups for sample in group]

@@ -18,6 +18,7 @@ from slimrl.cluster.event_loop import LoopWatch
 from slimrl.cluster.fleet import Fleet
 from slimrl.cluster.health_monitor import HealthFlags
 from slimrl.cluster.recovery import KEEP_TRYING_S, Recovery
+from slimrl.cluster.reward_server import RewardServers
 from slimrl.cluster.slots import Slots
 from slimrl.cluster.whereabouts import GenerationWhere
 from slimrl.data.packing import schedule_batch
@@ -25,8 +26,9 @@ from slimrl.data.sample import Sample
 from slimrl.observability import dump
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.processes.memory import resident_gib
+from slimrl.rollout import garbage
+from slimrl.rollout.all_metrics import all_metrics
 from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.own_data_source import open_data_source
 from slimrl.rollout.own_logs import reported_metrics, reported_scalars
@@ -97,6 +99,7 @@ class RolloutManager:
         self._timeline = Timeline.open(args, "rollout manager")
         self._data_parallel_size = data_parallel_size
         self._fleet: Fleet | None = None
+        self._reward_servers = RewardServers([])
         self._recovery: Recovery | None = None
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
@@ -110,14 +113,18 @@ class RolloutManager:
 
     async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:
         """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
+        garbage.expect_many_samples()
         self._loop = LoopWatch()
         if slots is None:
             await self._open_data()
             return []
         self._doing = "starting the servers (sglang*.log and router.log beside this log)"
         fleet = Fleet.start(self._args, slots, environment)
+        judges = RewardServers.start(self._args, slots, environment)
         with self._timeline.span("start of the servers"):
-            self._fleet, _ = await asyncio.gather(fleet, self._open_data())  # together: each takes seconds
+            # together: each takes seconds
+            self._fleet, self._reward_servers, _ = await asyncio.gather(fleet, judges, self._open_data())
+        self._args = self._reward_servers.reachable(self._args)
         self._client = RouterClient(
             self._fleet.router_url,
             [endpoint.url for endpoint in self._fleet.endpoints],
@@ -144,7 +151,7 @@ class RolloutManager:
 
     async def watch(self) -> str:
         """Pending while the fleet lives; then the message of the first death that cannot be made good."""
-        return await (self._fleet if self._recovery is None else self._recovery).watch()
+        return await self._reward_servers.watch((self._fleet if self._recovery is None else self._recovery).watch())
 
     async def recover(self, method: str, *arguments: Any) -> Any:
         """Calls a method of `Recovery` (`--use-fault-tolerance`)."""
@@ -179,7 +186,7 @@ class RolloutManager:
     async def memory(self) -> dict[str, float]:
         """Resident memory of this process, the router and every server, GiB by name."""
         own = {"rollout_manager_rss_gib": resident_gib(with_children=False)}
-        return own | (await self._fleet.memory() if self._fleet else {})
+        return own | (await self._fleet.memory() if self._fleet else {}) | await self._reward_servers.memory()
 
     @ray.method(concurrency_group="watchdog")
     async def where(self) -> GenerationWhere:
@@ -205,6 +212,7 @@ class RolloutManager:
 
     async def _generate(self, rollout_id: int) -> RolloutResult:
         self._memory.require(f"generating rollout {rollout_id}")
+        garbage.collect_between_rollouts()
         if self._recovery is not None:
             self._recovery.generation_begins()
         started = time.perf_counter()
@@ -222,7 +230,8 @@ class RolloutManager:
         data_state = self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
         rewards = rewards_of(self._args, samples)
-        metrics = {**rollout_metrics(samples, rewards.raw.tolist()), **output.metrics, **await self._faults()}
+        metrics = all_metrics(self._args, samples, rewards.raw.tolist(), seconds) | self._request_metrics(len(samples))
+        metrics |= {**output.metrics, **await self._faults()}
         self._dump(rollout_id, samples, metrics)
         shares = self._schedule(training_batch(self._args, samples, rewards))
         versions = {version for sample in samples for version in sample.weight_versions}
@@ -234,6 +243,10 @@ class RolloutManager:
             weight_version=",".join(sorted(versions)),
             seconds=time.perf_counter() - started,
         )
+
+    def _request_metrics(self, samples: int) -> dict[str, float]:
+        """What the servers said about the requests since the rollout or the evaluation before."""
+        return {} if self._client is None else self._client.requests.take(samples)
 
     async def _faults(self) -> dict[str, float]:
         """What was replaced since the rollout before."""
@@ -274,6 +287,7 @@ class RolloutManager:
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         self._dump(rollout_id, samples, metrics, evaluation=True)
         scalars = reported_scalars(self._args, rollout_id, results)
+        self._request_metrics(max(len(samples), 1))  # they are no rollout's
         return {name: EvaluationReport(result.mean_reward, scalars[name]) for name, result in results.items()}
 
     def _dump(
