@@ -83,18 +83,15 @@ def merge_at_end(run_dir: Path) -> str:
 
 def trace_events(recorded: Recorded) -> Iterator[dict[str, Any]]:
     """Chrome trace events: names first, then everything in the order of time; microseconds since the first of all."""
-    moments = [span.start_ns for span in recorded.spans] + [point.ns for point in recorded.points]
-    begin = min(moments, default=0)
+    points = [*recorded.points, *_in_flight(recorded.spans)]
+    begin = min([span.start_ns for span in recorded.spans] + [point.ns for point in points], default=0)
     rows = _Rows()
     placed = [(span, *rows.place(span)) for span in sorted(recorded.spans, key=lambda s: (s.start_ns, -s.end_ns))]
-    for point in recorded.points:
+    for point in points:
         rows.process(point.process)
     yield from rows.names()
     events = [_complete(span, process, row, begin) for span, process, row in placed]
-    events += [_point(point, rows.process(point.process), begin) for point in recorded.points]
-    for process in {span.process for span in recorded.spans}:
-        own = [span for span in recorded.spans if span.process == process and span.track == REQUESTS]
-        events += [_point(point, rows.process(process), begin) for point in _in_flight(process, own)]
+    events += [_point(point, rows.process(point.process), begin) for point in points]
     yield from sorted(events, key=lambda event: event["ts"])
 
 
@@ -175,10 +172,14 @@ def _point(point: Point, process: int, begin: int) -> dict[str, Any]:
     return {"ph": "C", **where, "args": {"value": point.value}}
 
 
-def _in_flight(process: str, requests: Iterable[Span]) -> Iterator[Point]:
+def _in_flight(spans: Iterable[Span]) -> Iterator[Point]:
     """How many of the recorded requests were with an engine, and how many waited to be sent, at every change."""
     changes: list[tuple[int, int, int]] = []
-    for span in requests:
+    process = ""
+    for span in spans:
+        if span.track != REQUESTS:
+            continue
+        process = span.process  # the rollout manager, which alone makes requests
         changes += [(span.start_ns, 1, 0), (span.end_ns, -1, 0)]
         if waited := int(span.facts.get(WAITED_MS, 0) * 1e6):
             changes += [(span.start_ns - waited, 0, 1), (span.start_ns, 0, -1)]

@@ -103,7 +103,10 @@ class Timeline:
                     self._end_mark(now)
                     self._marks.pop()
                 self._lines.append(["e", number, now])
-                self._flush_if_due(now)
+                if len(self._marks) == 1:  # nobody knows when the next block will come
+                    self._flush()
+                else:
+                    self._flush_if_due(now)
 
     def mark(self, name: str) -> None:
         """A part of the innermost block begins; it ends with the next part or with the block."""

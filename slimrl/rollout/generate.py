@@ -14,6 +14,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.data.sample import Sample
 from slimrl.rollout.collect import Collector, in_order
+from slimrl.rollout.continuous import ContinuousRollout
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import EngineClient, StoppableEngine
 from slimrl.rollout.evaluate import EvalResult, Evaluator
@@ -36,6 +37,7 @@ class RolloutGenerator:
     def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient, trace: SampleTrace | None = None) -> None:
         self._args = args
         self._tokenizer = tokenizer
+        self._client = client
         self._engine = StoppableEngine(client)
         self._scorer = RewardScorer(args)
         self._trace = trace if trace is not None else SampleTrace.off()
@@ -50,18 +52,30 @@ class RolloutGenerator:
         self._eval_path = args.eval_function_path or args.rollout_function_path
         self._eval_function = _rollout_function(self._eval_path)
         self._expected = 0
+        self.continuous: ContinuousRollout | None = None
         self._turn = asyncio.Lock()  # a full batch aborts whatever is in flight, which must be nobody else's
 
     def progress(self) -> tuple[int, int]:
         """Finished and expected samples of the generation that runs now, or ran last."""
+        if self.continuous is not None and not self._turn.locked():  # which evaluations take then
+            return self.continuous.progress()
         return self._maker.finished, self._expected
 
     def under_way(self) -> list[SampleWhere]:
         """The samples that somebody works on now, the slowest first; may be called from any thread."""
         return self._maker.under_way.where()
 
+    def generate_on(self, data_source: RolloutDataSource) -> None:
+        """From now on groups of `data_source` are always on their way (`--max-weight-staleness`)."""
+        engine = StoppableEngine(self._client)
+        maker = SampleMaker(self._args, self._tokenizer, engine, self._scorer, self._trace)
+        maker.under_way = self._maker.under_way
+        self.continuous = ContinuousRollout(self._args, maker, engine, self._plan, self._filter, data_source)
+
     async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""
+        if self.continuous is not None:
+            return await self._continuous_rollout(rollout_id, data_source)
         async with self._turn:
             self._trace.begin()
             data_source.begin_rollout(rollout_id)
@@ -124,8 +138,19 @@ class RolloutGenerator:
         finally:
             await flights.cancel()
         data_source.add_samples(surplus)
-        self._show(collector, data_source)
+        self._show(collector.accepted, collector.dropped, data_source)
         return RolloutOutput(in_order(collector.accepted), self._metrics(rollout_id, collector, surplus))
+
+    async def _continuous_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
+        """A full batch of those that are on their way, and where the data stand in that very moment."""
+        self._trace.begin()
+        taken = await self.continuous.take(rollout_id)
+        self._show(taken.groups, taken.filtered.dropped, data_source)
+        metrics = {"rollout/staleness/dropped": float(taken.too_old)}
+        if self._filter is not None:
+            metrics |= dynamic_filter_metrics(taken.filtered.drops, taken.left)
+        data_state = self.continuous.drawn().added_to(data_source.state_dict())
+        return RolloutOutput(in_order(taken.groups), metrics, data_state)
 
     async def builtin_evaluation(self, rollout_id: int) -> dict[str, EvalResult]:
         """Every evaluation set by name, sampled and judged. Raises SampleError."""
@@ -135,17 +160,20 @@ class RolloutGenerator:
 
     def close(self) -> None:
         """Ends the graders; the client is the caller's."""
+        self._trace.begin()
         self._scorer.close()
 
-    def _show(self, collector: Collector, data_source: RolloutDataSource) -> None:
+    def _show(
+        self, accepted: list[list[Sample]], dropped: list[list[Sample]], data_source: RolloutDataSource
+    ) -> None:
         """Lets the user's functions see the rollout; they may set `remove_sample`."""
         args = self._args
         if self._sample_filter is not None:
             with hooks.naming("--rollout-sample-filter-path", args.rollout_sample_filter_path):
-                self._sample_filter(args, in_order(collector.accepted))
+                self._sample_filter(args, in_order(accepted))
         if self._process_all is not None:
             with hooks.naming("--rollout-all-samples-process-path", args.rollout_all_samples_process_path):
-                self._process_all(args, in_order(collector.accepted + collector.dropped), data_source)
+                self._process_all(args, in_order(accepted + dropped), data_source)
 
     def _metrics(self, rollout_id: int, collector: Collector, surplus: list[list[Sample]]) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -22,7 +22,7 @@ REWARDS = "rewards"
 
 
 class SampleTrace:
-    """One per rollout manager; `begin` is called before each rollout and each evaluation."""
+    """One per rollout manager; `begin` is called before each rollout and each evaluation, and after the last."""
 
     def __init__(self, timeline: Timeline, limit: int) -> None:
         self._timeline = timeline
