@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slimrl.hooks import UpdateWeightPostWrite, named
 from slimrl.sglang.control import ServerControl as SglangServerControl
 from slimrl.weights.agreement import LEAD, Agreement
 from slimrl.weights.buckets import Bucket, BufferSource, iter_buckets
@@ -38,7 +39,7 @@ from slimrl.weights.roles import (
 )
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, states
 from slimrl.weights.shape import ModelShape
-from slimrl.weights.transport_disk import DiskTransport
+from slimrl.weights.transport_disk import Delivery, DiskTransport
 from slimrl.weights.transport_distributed import DistributedTransport
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
 
@@ -131,6 +132,7 @@ class WeightUpdater:
         self._ranks = Agreement(source.parallel.rank)
         self._partners = self._find_partners()
         self._senders = senders
+        self._delivery: Delivery | None = None
 
     @classmethod
     def create(
@@ -146,7 +148,8 @@ class WeightUpdater:
         bucket_bytes = args.update_weight_buffer_size
         if args.update_weight_transport == "disk":
             folder = Path(args.update_weight_disk_dir)
-            return cls.disk(source, engines, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+            post_write = _post_write(args, engines)
+            return cls.disk(source, engines, folder, post_write, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         make = cls.colocated if args.colocate else cls.split
         return make(source, engines, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
@@ -182,16 +185,22 @@ class WeightUpdater:
         source: ModelSource,
         engines: Sequence[EngineEndpoint],
         folder: Path,
+        post_write: Callable[[Path], None] | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
     ) -> WeightUpdater:
-        """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them."""
+        """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them.
+
+        In between `post_write` is called on every rank, with the folder of the push.
+        """
         check_without_stages(engines)
         servers, sizes = _connect(engines, timeout_s)
         leads = source.parallel.rank == LEAD
         transports = [DiskTransport(servers, folder, source.parallel.device)] if leads else []
-        return cls(source, servers, sizes, transports, {LEAD}, bucket_bytes)
+        made = cls(source, servers, sizes, transports, {LEAD}, bucket_bytes)
+        made._delivery = Delivery(made._ranks, transports[0] if leads else None, post_write)
+        return made
 
     @classmethod
     def _from_roles(
@@ -250,7 +259,11 @@ class WeightUpdater:
     ) -> tuple[tuple[int, int], float]:
         """Brings the weights into every server, all of which stay stopped; ((bytes, buckets), seconds of the check)."""
         self._ranks.on_lead(self._begin)
+        if self._delivery is not None:
+            self._delivery.begin(version)
         sent = max(self._ranks.together(lambda: self._send(model)))
+        if self._delivery is not None:
+            self._delivery.finish()
         started = time.monotonic()
         if check_equal:
             self._ranks.together(lambda: self._check_equal(model))
@@ -381,6 +394,15 @@ class _Lanes:
         """The first failure, if there was one."""
         if self._errors:
             raise self._errors[0]
+
+
+def _post_write(args: Arguments, engines: Sequence[EngineEndpoint]) -> Callable[[Path], None] | None:
+    """What --custom-update-weight-post-write-path asks for."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    function = named("--custom-update-weight-post-write-path", path, UpdateWeightPostWrite)
+    return lambda folder: function(args, folder, list(engines))
 
 
 def _connect(engines: Sequence[EngineEndpoint], timeout_s: float) -> tuple[list[ServerControl], list[int]]:

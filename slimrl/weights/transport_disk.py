@@ -1,7 +1,8 @@
 """Weights to servers through files: one Hugging Face folder per push on storage that both sides see.
 
-Trainer rank 0 writes; servers read the finished folder, which is removed once all have. Several runs may share
-`--update-weight-disk-dir`: each writes into a folder of its own there, which goes with the run.
+Trainer rank 0 writes; a function of the user's may then see the files on every rank; servers read the finished folder,
+which is removed once all have. Several runs may share `--update-weight-disk-dir`: each writes into a folder of its own
+there, which goes with the run.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import os
 import shutil
 import socket
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from slimrl.hooks import HookFailedError
+from slimrl.weights.agreement import Agreement
 from slimrl.weights.buckets import Bucket, ReusedBuffer
 from slimrl.weights.hf_shards import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
-from slimrl.weights.servers import ServerControl, on_all
+from slimrl.weights.servers import ServerControl, WeightSyncError, on_all
 
 
 class DiskTransport:
-    """Writes buckets into `<folder>/slimrl-<machine>-<process>-<random>/weights`, a file each, for servers to load."""
+    """Writes buckets into `<folder>/slimrl-<machine>-<process>-<random>/weight_v000001`, a file each.
+
+    `begin` names the version, `start` writes, `deliver` has the servers load.
+    """
 
     def __init__(self, servers: list[ServerControl], folder: Path, device: torch.device) -> None:
         self.buffer = ReusedBuffer(device)
@@ -28,13 +35,15 @@ class DiskTransport:
         # the name says whose folder it is, to whoever finds one that a killed run left
         self._own = Path(folder) / f"slimrl-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._written: list[Shard] = []
+        self.folder = self._own / "weights"
+
+    def begin(self, version: str) -> None:
+        """The next push writes into a folder of its own."""
+        self.folder = self._own / f"weight_v{version:0>6}"
 
     def start(self, bucket: Bucket) -> None:
-        """Writes a bucket; with the last one returns once every server has loaded the folder.
-
-        Raises WeightSyncError naming a server that did not, OSError where the folder cannot be written.
-        """
-        folder = self._own / "weights"
+        """Writes a bucket; raises OSError where the folder cannot be written."""
+        folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         shard = shard_of(
             f"model-{len(self._written) + 1:05d}.safetensors",
@@ -44,9 +53,12 @@ class DiskTransport:
         with ShardWriter(folder, [shard]) as writer:
             for name, tensor in bucket.tensors():
                 writer.write(name, tensor.cpu())
-        if not bucket.last:
-            return
-        (folder / INDEX_NAME).write_text(index_text(self._written), encoding="utf-8")
+        if bucket.last:
+            (folder / INDEX_NAME).write_text(index_text(self._written), encoding="utf-8")
+
+    def deliver(self) -> None:
+        """Returns once every server has loaded the folder, which is gone then. Raises WeightSyncError naming others."""
+        folder = self.folder
         on_all(
             self._servers,
             lambda server: server.update_weights_from_disk(str(folder), weight_version=None, flush_cache=False),
@@ -69,3 +81,35 @@ class DiskTransport:
     def close(self) -> None:
         """Removes the run's own folder."""
         self.reset()
+
+
+class Delivery:
+    """What lies between the last written file and the servers that read it, on every trainer rank.
+
+    `transport` is that of the lead, None on the others; `post_write` is called with the folder on each.
+    """
+
+    def __init__(
+        self, ranks: Agreement, transport: DiskTransport | None, post_write: Callable[[Path], None] | None
+    ) -> None:
+        self._ranks = ranks
+        self._transport = transport
+        self._post_write = post_write
+
+    def begin(self, version: str) -> None:
+        """Before the first bucket of an attempt."""
+        if self._transport is not None:
+            self._transport.begin(version)
+
+    def finish(self) -> None:
+        """After the last; collective. Raises WeightSyncError on every rank, for a function that failed finally."""
+        if self._post_write is not None:
+            folder = self._ranks.on_lead(lambda: str(self._transport.folder))
+            self._ranks.together(lambda: self._shown(Path(folder)))
+        self._ranks.on_lead(lambda: self._transport.deliver())
+
+    def _shown(self, folder: Path) -> None:
+        try:
+            self._post_write(folder)
+        except HookFailedError as error:
+            raise WeightSyncError(str(error), final=True) from error

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
+from slimrl.arguments import Arguments
 from slimrl.sglang.errors import EngineTimeoutError, EngineUnavailableError
 from slimrl.weights.buckets import ReusedBuffer, iter_buckets
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import family_for
 from slimrl.weights.layout import megatron_shape
 from slimrl.weights.shape import ModelShape
-from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
-from slimrl.weights.transport_disk import DiskTransport
+from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater, _post_write
+from slimrl.weights.transport_disk import Delivery, DiskTransport
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
 from tests.weights.models import named_module
 from tests.weights.servers import RecordingServer
@@ -150,6 +153,8 @@ def test_two_runs_that_share_a_folder_write_apart_and_leave_nothing(tmp_path):
     for bucket_pair in zip(*(buckets_of(model) for model in models), strict=True):
         for transport, bucket in zip(transports, bucket_pair, strict=True):
             transport.start(bucket)
+    for transport in transports:
+        transport.deliver()
     for server, model in zip(servers, models, strict=True):
         weights = dict(model.named_parameters())
         assert torch.equal(server.tensors["model.norm.weight"], weights["decoder.final_layernorm.weight"])
@@ -169,6 +174,49 @@ def test_a_disk_that_cannot_be_written_ends_the_push_without_another_attempt(tmp
     transport = DiskTransport([server], tmp_path / "file", CPU)
     with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*Not a directory.*http://a is stopped"):
         updater_for(server, transport=transport).push(random_model(1), version="3")
+
+
+def updater_to_disk(server: RecordingServer, folder: Path, post_write) -> WeightUpdater:
+    transport = DiskTransport([server], folder, CPU)
+    updater = updater_for(server, transport=transport)
+    updater._delivery = Delivery(updater._ranks, transport, post_write)
+    return updater
+
+
+def test_a_function_sees_the_files_of_a_push_whole_and_before_any_server_does(tmp_path):
+    server, seen = RecordingServer("http://a"), []
+
+    def post_write(folder: Path) -> None:
+        tensors = {}
+        for file in folder.glob("*.safetensors"):
+            tensors |= load_file(file)
+        seen.append((folder.name, list(server.calls), tensors))
+
+    updater, model = updater_to_disk(server, tmp_path / "weights", post_write), random_model(1)
+    for version in ("3", "12"):
+        updater.push(model, version=version)
+    assert [name for name, *_ in seen] == ["weight_v000003", "weight_v000012"]
+    assert seen[0][1] == ["begin"]
+    weights = dict(model.named_parameters())
+    assert torch.equal(seen[0][2]["model.norm.weight"], weights["decoder.final_layernorm.weight"])
+    assert sorted(seen[1][2]) == sorted(FAMILY.hf_names(SHAPE)) == sorted(server.tensors)
+    updater.close()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_function_that_fails_on_the_files_ends_the_push_by_name(tmp_path):
+    (tmp_path / "slimrl_uploads.py").write_text("def upload(args, version_dir, rollout_engines):\n    1 / 0\n")
+    sys.path.insert(0, str(tmp_path))
+    args = Arguments(custom_update_weight_post_write_path="slimrl_uploads.upload")
+    server = RecordingServer("http://a")
+    updater = updater_to_disk(server, tmp_path / "weights", _post_write(args, []))
+    with pytest.raises(WeightSyncError) as caught:
+        updater.push(random_model(1), version="3")
+    sys.path.remove(str(tmp_path))
+    assert "1 of 3 attempts" in str(caught.value) and "continue" not in server.calls
+    flag = "--custom-update-weight-post-write-path slimrl_uploads.upload"
+    line = f"{tmp_path}/slimrl_uploads.py:2 in upload: 1 / 0"
+    assert f"{flag} raised ZeroDivisionError: division by zero\n  {line}" in str(caught.value)
 
 
 def test_the_tensors_of_every_layer_take_the_same_memory():

@@ -14,6 +14,18 @@ class WeightUpdateArguments:
     update_weights_interval: int = flag(
         1, "train_async.py: push weights after every that many rollouts (count)", at_least=1
     )
+    max_weight_staleness: int | None = flag(
+        None,
+        "train_async.py: generate without end, beside training and across pushes, and train on no token that was drawn"
+        " with weights more than that many rollouts older than those it trains (rollouts; one step ahead)",
+        at_least=0,
+    )
+    update_weights_in_flight: bool | None = flag(
+        None,
+        "train_async.py: push weights under running requests, which go on with the new ones; without, generation is"
+        " drained first (on with --max-weight-staleness)",
+        off=("--no-update-weights-in-flight",),
+    )
     update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights on its way (bytes)", at_least=1)
     update_weight_transport: str = flag(
         "nccl",
@@ -48,8 +60,8 @@ class WeightUpdateArguments:
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
-        "function that runs after weight files were written (dotted import path)",
-        not_served="give a folder that training and engines both see, --update-weight-disk-dir",
+        "function that runs on every training rank once weight files are written, with --update-weight-transport disk"
+        " (dotted import path)",
     )
     check_weight_update_equal: bool = flag(
         False, "after the first push compare every engine's weights with the trained ones, and stop where they differ"
