@@ -307,4 +307,5 @@ class RolloutManager:
             await self._client.close()
         if self._fleet is not None:
             await self._fleet.close()
+        await self._reward_servers.close()
         self._timeline.close()

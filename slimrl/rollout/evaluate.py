@@ -11,15 +11,13 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import EvalDataset
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.metrics import length_statistics, mean, pass_at_k
+from slimrl.rollout.metrics import PASS_REWARD, ks_of, length_statistics, mean, pass_at_k
 from slimrl.rollout.prompts import PromptFormat, PromptSet, load_prompts
 from slimrl.rollout.rm_hub import RewardRule
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sampling import SamplingPlan
 from slimrl.rollout.tasks import gather_or_cancel
-
-PASS_REWARD = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +54,12 @@ class EvalResult:
         """Flat numbers for the charts, `eval/<name>...`; pass@k for k = 1, 2, 4, ... and the group size."""
         prefix = f"eval/{self.name}"
         n = self.n_samples_per_prompt
-        powers = {1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n}
         lengths = length_statistics([sample.response_length for sample in self.samples])
         return {
             prefix: self.mean_reward,
             f"{prefix}-truncated_ratio": self.truncated_ratio,
             f"{prefix}-reward_failures": float(sum(REWARD_FAILURE_KEY in sample.metadata for sample in self.samples)),
-            **{f"{prefix}-pass@{k}": self.pass_at(k) for k in sorted(powers)},
+            **{f"{prefix}-pass@{k}": self.pass_at(k) for k in ks_of(n)},
             **{f"{prefix}/response_len/{name}": value for name, value in lengths.items()},
         }
 
@@ -108,6 +105,7 @@ class Evaluator:
             chat_template_kwargs=dataset.apply_chat_template_kwargs,
             max_prompt_len=dataset.max_prompt_len,
             keep_messages=dataset.custom_generate_function_path is not None,
+            keep_conversation=args.rm_model is not None,
         )
         prompts = load_prompts(dataset.path, prompt_format, tokenizer)
         return _Set(dataset, prompts, SamplingPlan.for_evaluation(args, dataset), policy)

@@ -17,6 +17,9 @@ from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 # metadata of a sample that was carried over: the rollout in which its first token was generated
 START_ROLLOUT_ID = "start_rollout_id"
 
+# a sample passes with this reward or more
+PASS_REWARD = 1.0
+
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_MIN_CHARS = 200
 _REPETITION_RATIO = 10.0
@@ -82,6 +85,11 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     Chen et al. 2021 (Codex), equation 1.
     """
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def ks_of(n: int) -> list[int]:
+    """The k of pass@k for groups of n samples: 1, 2, 4, ... and n."""
+    return sorted({1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n})
 
 
 def is_repetitive(text: str) -> bool:

@@ -6,6 +6,7 @@ that were sampled. Called by the built-in generation and by `--custom-generate-f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from slimrl.data.version_spans import Span
 from slimrl.rollout.engine import EngineClient, Generation
 from slimrl.rollout.stop_strings import end_at_stop_string
 
+# metadata of a sample: seconds in which it waited for its tools, and not for an engine
+NON_GENERATION_TIME = "non_generation_time"
 # metadata of a sample of several turns: the response tokens before each of the model's turns
 TURN_STARTS = "turn_starts"
 
@@ -90,7 +93,12 @@ async def converse(
         if sample.status is not SampleStatus.COMPLETED:
             break
         call = _until(decode(sample.tokens[sample.prompt_length + starts[-1] :]), stop)
-        answer = None if call is None else await tool(call)
+        if call is None:
+            break
+        started = time.monotonic()
+        answer = await tool(call)
+        waited = sample.metadata.get(NON_GENERATION_TIME, 0.0)
+        sample.metadata[NON_GENERATION_TIME] = waited + time.monotonic() - started
         if answer is None:
             break
         if len(starts) > max_calls:

@@ -13,6 +13,7 @@ from slimrl.data import version_spans
 from slimrl.data.version_spans import Span
 from slimrl.rollout.engine import Generation
 from slimrl.sglang.errors import EngineUnavailableError
+from slimrl.sglang.request_stats import RequestStats
 
 _SHOWN_BYTES = 200
 
@@ -40,6 +41,14 @@ class _MetaInfo(msgspec.Struct):
     weight_version: str
     output_token_logprobs: list[_Scored]
     weight_versions: list[_Span] = []
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    e2e_latency: float | None = None
+    queue_time: float | None = None
+    spec_num_correct_drafts: int = 0
+    spec_num_proposed_drafts: int = 0
+    spec_verify_ct: int = 0
 
 
 class _Answer(msgspec.Struct):
@@ -51,8 +60,8 @@ class _Answer(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Answer)
 
 
-def generation_of(content: bytes) -> Generation:
-    """The answer, checked: one log-probability per new token, of that token.
+def generation_of(content: bytes, stats: RequestStats | None = None) -> Generation:
+    """The answer, checked: one log-probability per new token, of that token; `stats` is told of it.
 
     Raises EngineUnavailableError where it is not, and where a field is missing or of another type (a log-probability
     that is no number comes as null).
@@ -69,6 +78,8 @@ def generation_of(content: bytes) -> Generation:
             f"the engine answered {len(token_ids)} token ids and log-probabilities of {len(scored)} others:"
             f" request {meta.id}, finish reason {meta.finish_reason.type}"
         )
+    if stats is not None:
+        stats.note(meta)
     return Generation(
         token_ids=token_ids,
         log_probs=[entry.log_prob for entry in scored],

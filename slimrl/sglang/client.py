@@ -27,6 +27,7 @@ import orjson
 from slimrl.rollout.engine import Generation
 from slimrl.sglang.answers import generation_of
 from slimrl.sglang.errors import EngineRequestError, EngineTimeoutError, EngineUnavailableError
+from slimrl.sglang.request_stats import RequestStats
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class RouterClient:
         self._in_flight = 0
         self._waiting = 0  # requests between two tries
         self.resent = 0  # how often any request was sent again
+        self.requests = RequestStats()
         self._aborted = asyncio.Event()  # of the requests that are made from now on; each abort ends one
 
     async def __aenter__(self) -> RouterClient:
@@ -131,7 +133,7 @@ class RouterClient:
                 if aborted.is_set():  # while it waited for its turn
                     return Generation([], [], "abort", "")
                 sent_ns = time.monotonic_ns()
-                generation = generation_of(await self._post(session, body, headers))
+                generation = generation_of(await self._post(session, body, headers), self.requests)
                 generation.sent_ns = sent_ns
                 return generation
             except (_UntakenError, _LostError) as error:

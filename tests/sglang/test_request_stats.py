@@ -1,0 +1,43 @@
+"""What servers say about requests, added up: caches, drafts and latencies."""
+
+import json
+
+import pytest
+
+from slimrl.observability.metric_table import METRICS
+from slimrl.observability.metrics import metric_of
+from slimrl.sglang.answers import generation_of
+from slimrl.sglang.request_stats import RequestStats, time_statistics
+
+
+def answer(**meta) -> bytes:
+    usual = {"id": "r", "finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": [[-1.0, 7]]}
+    return json.dumps({"output_ids": [7], "text": "x", "meta_info": usual | meta}).encode()
+
+
+def test_answers_are_added_up_and_taken_once():
+    stats = RequestStats()
+    generation_of(answer(prompt_tokens=10, cached_tokens=8, e2e_latency=2.0, queue_time=0.5), stats)
+    generation_of(answer(prompt_tokens=30, cached_tokens=2, e2e_latency=4.0), stats)
+    drafts = {"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 9, "spec_verify_ct": 3, "completion_tokens": 9}
+    generation_of(answer(prompt_tokens=10, e2e_latency=3.0, **drafts), stats)
+    taken = stats.take(samples=2)
+    assert taken["rollout/prefix_cache_hit_rate"] == 10 / 50
+    assert taken["rollout/avg_cached_tokens_per_sample"] == 5.0
+    assert (taken["rollout/spec_accept_rate"], taken["rollout/spec_accept_length"]) == (6 / 9, 3.0)
+    assert taken["perf/request/e2e_latency/mean"] == taken["perf/request/e2e_latency/median"] == 3.0
+    assert taken["perf/request/queue_time/max"] == 0.5
+    assert [name for name in taken if metric_of(name, METRICS) is None] == []
+    assert stats.take(samples=2) == {}
+
+
+def test_an_answer_without_such_fields_counts_nothing():
+    stats = RequestStats()
+    generation_of(answer(), stats)
+    assert stats.take(samples=1) == {}
+
+
+@pytest.mark.parametrize(("number", "p99"), [(1, 0.0), (100, 98.0), (101, 99.0), (1000, 989.0)])
+def test_p99_is_the_nearest_rank(number, p99):
+    found = time_statistics([float(value) for value in reversed(range(number))])
+    assert (found["p99"], found["max"], found["min"]) == (p99, number - 1, 0.0)
