@@ -70,7 +70,9 @@ class GraderPool:
                 self._thread = threading.Thread(target=self._run, name="slimrl-graders", daemon=True)
                 self._thread.start()
             self._queue.append(_Request(line, future))
-        os.eventfd_write(self._wake, 1)
+            first = len(self._queue) == 1  # the thread empties the queue, or looks again when a grader is free
+        if first:
+            os.eventfd_write(self._wake, 1)
         reply = await future
         if "error" in reply:
             raise GraderFailure(f"the grader failed: {reply['error']}")
@@ -127,9 +129,10 @@ class _Dispatcher:
                 self._receive(process)
             elif time.monotonic() >= process.deadline:
                 self._give_up(process)
-            elif process.has_output:
-                process.flush()
         self._assign()
+        for process in self._processes:
+            if process.has_output:
+                process.flush()
         self._deliver()
 
     def stop(self) -> None:

@@ -67,12 +67,11 @@ class GraderProcess:
         return self._deadline if self.waiting or not self.ready else float("inf")
 
     def ask(self, request: Any, line: bytes) -> None:
-        """Queues one request; `request` comes back with its reply."""
+        """Queues one request for the next `flush`; `request` comes back with its reply."""
         if not self.waiting and self.ready:
             self._deadline = time.monotonic() + self._time_limit_s
         self.waiting.append(request)
         self._outgoing += line
-        self.flush()
 
     def flush(self) -> None:
         """Writes what the pipe takes."""
