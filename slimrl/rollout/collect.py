@@ -36,13 +36,13 @@ class Collector:
         """Number of groups that are not trained on, by reason."""
         return dict(Counter(reason for reason, _ in self._dropped + self._reserve))
 
-    def add(self, group: list[Sample]) -> None:
-        """Accepts or drops a finished group. Raises RuntimeError after `hopeless` drops without a keep between."""
+    def add(self, group: list[Sample]) -> bool:
+        """Accepts (True) or drops a finished group. Raises RuntimeError after `hopeless` drops, no keep between."""
         verdict = DynamicFilterOutput(True) if self._keep is None else self._judge(self._keep, group)
         if verdict.keep:
             self._dropped_in_a_row = 0
             self.accepted.append(group)
-            return
+            return True
         dropped = self._reserve if verdict.keep_when_insufficient else self._dropped
         dropped.append((verdict.reason or "unnamed", group))
         self._dropped_in_a_row += 1
@@ -52,6 +52,7 @@ class Collector:
                 f" {self._dropped_in_a_row} groups in a row ({self.drops}): the data is too easy, too hard or wrongly"
                 " judged for this model; change the data, the reward or the filter"
             )
+        return False
 
     def fill_from_reserve(self, missing: int) -> bool:
         """Accepts up to `missing` dropped groups that their filter lets pass where there are too few; False for none.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+from collections.abc import Callable
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
@@ -20,7 +21,7 @@ from slimrl.rollout.tasks import cancel_and_wait, gather_or_cancel
 
 
 @dataclasses.dataclass(eq=False)
-class _Flight:
+class Flight:
     """One group on its way; `made` is what became of each sample, `drawn` the group as the data source gave it.
 
     `drawn` is empty where no group is ever generated anew. `generated` is set when no sample waits for an engine.
@@ -41,38 +42,53 @@ class Flights:
     """Groups in flight. `len()` counts those that were launched and not handed out."""
 
     def __init__(
-        self, args: Arguments, rollout_id: int, maker: SampleMaker, engine: StoppableEngine, plan: SamplingPlan
+        self,
+        args: Arguments,
+        rollout_id: int,
+        maker: SampleMaker,
+        engine: StoppableEngine,
+        plan: SamplingPlan,
+        *,
+        keep_drawn: bool = False,
+        sample_ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """`keep_drawn` keeps groups as they were drawn in any case; `sample_ended` hears of each generated sample."""
         self._args = args
-        self._rollout_id = rollout_id
+        self._sample_ended = sample_ended
+        self.rollout_id = rollout_id
         self._maker = maker
         self._engine = engine
         self._plan = plan
         self._policy = SamplePolicy.for_training(args)
-        self._may_start_again = args.dynamic_sampling_filter_path is not None and not args.partial_rollout
-        self._flights: set[_Flight] = set()
-        self._finished: asyncio.Queue[_Flight] = asyncio.Queue()
+        self._may_start_again = keep_drawn or args.dynamic_sampling_filter_path is not None and not args.partial_rollout
+        self._flights: set[Flight] = set()
+        self._finished: asyncio.Queue[Flight] = asyncio.Queue()
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def launch(self, group: list[Sample]) -> None:
+    def launch(self, group: list[Sample]) -> Flight:
         """Sends a group out. With `--mask-offpolicy-in-partial-rollout` what it has already is not trained on."""
         drawn = [_copy_of(sample) for sample in group] if self._may_start_again else []
         if self._args.mask_offpolicy_in_partial_rollout:
             for sample in group:
                 sample.loss_mask = [0] * sample.response_length
-        flight = _Flight(drawn, [[sample] for sample in group], len(group), asyncio.Event())
+        flight = Flight(drawn, [[sample] for sample in group], len(group), asyncio.Event())
         flight.task = asyncio.create_task(self._make_group(flight))
         flight.task.add_done_callback(lambda _: self._end(flight))
         self._flights.add(flight)
+        return flight
 
     async def next(self) -> list[Sample]:
         """The next group to finish. Raises SampleError."""
+        return (await self.next_flight()).group()
+
+    async def next_flight(self) -> Flight:
+        """The same, with all that is known of it."""
         flight = await self._finished.get()
         self._flights.discard(flight)
         flight.task.result()
-        return flight.group()
+        return flight
 
     async def land(self) -> list[list[Sample]]:
         """Ends what is still in flight and gives it back, to be drawn again.
@@ -97,28 +113,29 @@ class Flights:
         whole = ended + under_way if partial else [] if self._args.discard_surplus_groups else ended
         groups = [flight.group() for flight in whole]
         for sample in (sample for group in groups for sample in group if sample.response_length):
-            sample.metadata.setdefault(START_ROLLOUT_ID, self._rollout_id)
+            sample.metadata.setdefault(START_ROLLOUT_ID, self.rollout_id)
         return groups + [flight.drawn for flight in ended + under_way if flight not in whole]
 
     async def cancel(self) -> None:
         """Ends every task; what they had is lost."""
         await cancel_and_wait(flight.task for flight in self._flights)
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, flight: Flight) -> None:
         flight.generated.set()  # a task that fails or is cancelled does not come to it
         self._finished.put_nowait(flight)
 
-    async def _make_group(self, flight: _Flight) -> None:
+    async def _make_group(self, flight: Flight) -> None:
         await gather_or_cancel(self._make_sample(flight, place) for place in range(len(flight.made)))
         if self._args.group_rm and not self._engine.stopped:
             await self._maker.judge([sample for made in flight.made for sample in made], self._policy)
 
-    async def _make_sample(self, flight: _Flight, place: int) -> None:
+    async def _make_sample(self, flight: Flight, place: int) -> None:
         sample = flight.made[place][0]
         params = self._plan.params(sample, sample.index)
-        made = await self._maker.generate(sample, params, self._policy, self._rollout_id)
+        made = await self._maker.generate(sample, params, self._policy, self.rollout_id)
         flight.made[place] = made
         flight.generating -= 1
+        self._sample_ended()
         if flight.generating == 0:
             flight.generated.set()
         if not self._args.group_rm and not self._engine.stopped:

@@ -6,6 +6,7 @@ from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules import (
     algorithm,
+    asynchrony,
     batches,
     charts,
     checkpoints,
@@ -94,6 +95,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     sharding.sharding_fits_the_run,
     precision.skipped_steps_are_bounded_where_they_are_skipped,
     layout.async_is_split,
+    asynchrony.asynchrony_has_its_program,
+    asynchrony.continuous_generation_is_alone,
+    asynchrony.pushes_keep_up,
+    asynchrony.requests_can_go_on,
     colocation.offloaded_sides_take_turns,
     colocation.offload_is_said_once,
     layout.worker_environment_is_text,

@@ -1,0 +1,349 @@
+"""The books of fully asynchronous runs: whatever is in flight, pushed, too old, crashed or resumed, they balance."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from collections import Counter
+from itertools import groupby
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slimrl.rollout import drawn
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.engine import Generation
+from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.sampling import sampling_seed
+from tests.rollout.scripted_engine import END_IN, ScriptedEngine, draw, uninterrupted
+
+HERE = "tests.rollout.scripted_engine"
+FILTER = "slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+LIMIT = 30
+PROMPTS = 12
+
+
+class GoingOnEngine(ScriptedEngine):
+    """Its requests go on when the version changes; each token takes up to `slowest` turns of the event loop."""
+
+    def __init__(self, slots: int, slowest: int, seed: int) -> None:
+        super().__init__(slots)
+        self._slowest = slowest
+        self._random = random.Random(seed)
+        self.most = 0
+
+    async def generate(self, input_ids, sampling_params, session_id=None):
+        tokens, new, versions, log_probs = list(input_ids), [], [], []
+        aborts = self._aborts
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            async with self._slots:
+                finish = "length"
+                while len(new) < sampling_params["max_new_tokens"]:
+                    for _ in range(self._random.randint(0, self._slowest)):
+                        await asyncio.sleep(0)
+                    if self._aborts != aborts:
+                        finish = "abort"
+                        break
+                    number = draw(tokens, sampling_params.get("sampling_seed", 1))
+                    tokens.append(number % 256)
+                    new.append(number % 256)
+                    versions.append(str(self.version))
+                    log_probs.append(-(self.version + number % 1000 / 1100))
+                    if number % END_IN == 0:
+                        finish = "stop"
+                        break
+            spans = [[version, len(list(run))] for version, run in groupby(versions)]
+            return Generation(new, log_probs, finish, versions[-1] if new else "", version_spans=spans)
+        finally:
+            self.in_flight -= 1
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run trained on, by rollout, every group it judged, and where its data stand at the end."""
+
+    trained: list
+    judged: list
+    metrics: list
+    bounds: list
+    state: dict
+    pushed_under_requests: int
+    most: int
+
+
+def run(
+    args, tokenizer, rollouts, *, slowest=2, slots=1000, crashes=None, drained=False, seed=0, evaluate_at=(), end=None
+):
+    """As train_async.py: the next rollout is asked for before this one trains; a checkpoint after each second one.
+
+    After rollout r of `crashes` = {r: (turns, bound)} the run is killed that many turns of the event loop later and
+    goes on from its last checkpoint with another bound, as a new process would.
+    """
+    crashes, chance = dict(crashes or {}), random.Random(seed)
+    args = dataclasses.replace(args, custom={"judged": []})
+    judged, trained, metrics, bounds = args.custom["judged"], [], [], []
+    saved, last_state, under_requests, most = (0, None), {}, 0, 0
+
+    async def life(bound):
+        """From one start to the end or to a crash."""
+        nonlocal saved, last_state, under_requests, most
+        begin = saved[0]
+        own = dataclasses.replace(args, max_weight_staleness=bound, update_weights_in_flight=not drained)
+        engine, source = GoingOnEngine(slots, slowest, seed), RolloutDataSource(own, tokenizer)
+        engine.version = begin
+        generator = RolloutGenerator(own, tokenizer, engine)
+        generator.generate_on(source)
+        stream = generator.continuous
+        if saved[1] is not None:
+            stream.restore(drawn.restore(source, json.loads(saved[1]), keeps_finished=True))
+        stream.weights_are(begin, end or rollouts)
+        work = asyncio.create_task(generator.generate_rollout(begin, source))
+        try:
+            for rollout in range(begin, rollouts):
+                output = await work
+                trained.append(output.groups)
+                metrics.append(output.metrics)
+                bounds.append(bound)
+                last_state = output.data_state
+                if rollout + 1 < rollouts:
+                    work = asyncio.create_task(generator.generate_rollout(rollout + 1, source))
+                state = json.dumps(output.data_state)
+                turns, next_bound = crashes.pop(rollout, (None, None))
+                for _ in range(chance.randint(0, 60) if turns is None else turns):
+                    await asyncio.sleep(0)
+                if turns is not None:
+                    return next_bound
+                if (rollout + 1) % 2 == 0:
+                    saved = (rollout + 1, state)
+                if drained:
+                    await stream.drain()
+                    assert engine.in_flight == 0
+                under_requests += engine.in_flight > 0
+                engine.version = rollout + 1
+                stream.weights_are(rollout + 1, end or rollouts)
+                if rollout in evaluate_at:
+                    await evaluate(generator, rollout)
+            return None
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await stream.stop()
+            generator.close()
+            most = max(most, engine.most)
+            assert len(asyncio.all_tasks()) == 1 and engine.in_flight == 0
+
+    async def main():
+        bound = args.max_weight_staleness
+        while (next_bound := await life(bound)) is not None:
+            bound = next_bound
+            for kept in (trained, judged, metrics, bounds):
+                del kept[saved[0] :]
+
+    asyncio.run(main())
+    return Run(trained, judged, metrics, bounds, last_state, under_requests, most)
+
+
+async def evaluate(generator, rollout):
+    before = generator.progress()
+    results = await generator.evaluate(rollout)
+    assert all(len(result.samples) == PROMPTS for result in results.values())
+    assert generator.progress()[1] == before[1]
+
+
+def left(state: dict) -> list[int]:
+    """Numbers of the groups that a checkpoint knows as drawn and not trained on."""
+    waiting = [group[0] for group in state["returned"]]
+    waiting += [one["group"][0] for one in state["drawn"]["finished"]]
+    waiting += [group[0] for group in state["drawn"]["under_way"]]
+    return [sample["group_index"] for sample in waiting]
+
+
+def check(done: Run, args, tokenizer) -> None:
+    """Each prompt of each epoch once; each token by the weights that its spans say; none older than the bound."""
+    size = args.n_samples_per_prompt
+    total = done.state["next_group_index"]
+    judged = [number for numbers in done.judged for number in numbers]
+    assert Counter(judged) + Counter(left(done.state)) == Counter(range(total))
+    order = [group[0].prompt for group in RolloutDataSource(args, tokenizer).get_samples(total)]
+    for epoch in range(total // PROMPTS):
+        assert len(set(order[epoch * PROMPTS : (epoch + 1) * PROMPTS])) == PROMPTS
+    for rollout, (groups, bound) in enumerate(zip(done.trained, done.bounds, strict=True)):
+        assert len(groups) == args.rollout_batch_size
+        numbers = [group[0].group_index for group in groups]
+        assert set(numbers) <= set(done.judged[rollout])
+        if args.dynamic_sampling_filter_path is None:
+            assert sorted(numbers) == sorted(done.judged[rollout])
+        for group in groups:
+            assert [sample.index for sample in group] == [group[0].group_index * size + place for place in range(size)]
+            for sample in group:
+                check_sample(sample, rollout, bound, order[sample.group_index], args, tokenizer)
+
+
+def check_sample(sample, rollout, bound, prompt, args, tokenizer) -> None:
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    response, _ = uninterrupted(ids, sampling_seed(args.rollout_seed, sample.index), LIMIT)
+    assert sample.tokens == ids + response and sample.response == tokenizer.decode(response)
+    versions = [int(-log_prob) for log_prob in sample.rollout_log_probs]
+    assert sample.version_spans == [[str(version), len(list(run))] for version, run in groupby(versions)]
+    assert versions == sorted(versions) and versions[-1] <= rollout
+    assert rollout - versions[0] <= bound
+
+
+def scripted(make_args, **changes):
+    values = {
+        "custom_rm_path": f"{HERE}.judge",
+        "rm_type": None,
+        "rollout_all_samples_process_path": f"{HERE}.book",
+        "rollout_max_response_len": LIMIT,
+        "sglang_options": {"enable_deterministic_inference": True},
+        "rollout_shuffle": True,
+        "rollout_num_gpus": 1,
+        "max_weight_staleness": 2,
+    }
+    return make_args(**{**values, **changes})
+
+
+def test_requests_stay_on_their_way_while_weights_change_and_nothing_becomes_too_old(make_args, tokenizer):
+    args = scripted(make_args, rollout_batch_size=4, n_samples_per_prompt=3)
+    done = run(args, tokenizer, 14, slowest=6)
+    check(done, args, tokenizer)
+    assert done.pushed_under_requests >= 6
+    samples = [sample for groups in done.trained for group in groups for sample in group]
+    assert sum(len(sample.version_spans) > 1 for sample in samples) > 20
+    assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) == 0
+    assert left(done.state) == []  # what could not be trained any more was never begun
+
+
+def test_without_staleness_it_is_synchronous(make_args, tokenizer):
+    args = scripted(make_args, max_weight_staleness=0)
+    done = run(args, tokenizer, 8, slowest=4)
+    check(done, args, tokenizer)
+    assert done.pushed_under_requests == 0
+    for rollout, groups in enumerate(done.trained):
+        assert {tuple(map(tuple, s.version_spans)) for g in groups for s in g} == {
+            ((str(rollout), s.response_length),) for g in groups for s in g
+        }
+        # exactly the batch was begun, as in train.py: no prompt is preferred because it was short
+        assert sorted(g[0].group_index for g in groups) == list(range(4 * rollout, 4 * rollout + 4))
+
+
+def test_a_drained_push_leaves_every_sample_with_one_version(make_args, tokenizer):
+    args = scripted(make_args)
+    done = run(args, tokenizer, 8, slowest=4, drained=True)
+    check(done, args, tokenizer)
+    assert all(len(s.version_spans) == 1 for groups in done.trained for group in groups for s in group)
+
+
+def test_what_a_resumed_run_finds_too_old_is_generated_anew(make_args, tokenizer):
+    args = scripted(make_args, rollout_batch_size=2, n_samples_per_prompt=3, max_weight_staleness=4)
+    done = run(args, tokenizer, 16, slowest=8, crashes={5: (90, 0), 11: (4, 3)})
+    check(done, args, tokenizer)
+    assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) > 0
+
+
+def test_no_more_requests_than_the_servers_take_are_begun(make_args, tokenizer):
+    args = scripted(make_args, sglang_server_concurrency=6, rollout_num_gpus=2, n_samples_per_prompt=3)
+    done = run(args, tokenizer, 8, slowest=4)
+    check(done, args, tokenizer)
+    assert 12 <= done.most < 12 + 3  # whole groups, while there is room
+
+
+def test_an_evaluation_does_not_disturb_what_is_on_its_way(make_args, make_eval_dataset, tokenizer):
+    dataset = make_eval_dataset(custom_rm_path=f"{HERE}.judge", rm_type=None)
+    args = scripted(make_args, eval_datasets=[dataset])
+    done = run(args, tokenizer, 10, slowest=4, evaluate_at=(1, 4, 5))
+    check(done, args, tokenizer)
+    assert done.pushed_under_requests > 0
+
+
+def test_a_rollout_out_of_turn_is_refused(make_args, tokenizer):
+    async def main():
+        args = scripted(make_args)
+        source = RolloutDataSource(args, tokenizer)
+        generator = RolloutGenerator(args, tokenizer, GoingOnEngine(9, 1, 0))
+        generator.generate_on(source)
+        generator.continuous.weights_are(3, 9)
+        try:
+            with pytest.raises(ValueError, match="rollout 4 was asked for, and 3 is next"):
+                await generator.generate_rollout(4, source)
+        finally:
+            await generator.continuous.stop()
+            generator.close()
+
+    asyncio.run(main())
+
+
+def test_a_failure_on_the_way_is_told_with_the_next_rollout_and_while_draining(make_args, tokenizer):
+    class Failing(GoingOnEngine):
+        async def generate(self, *arguments, **options):
+            await asyncio.sleep(0.01)
+            raise ConnectionError("no server")
+
+    async def main(ask):
+        args = scripted(make_args)
+        source = RolloutDataSource(args, tokenizer)
+        generator = RolloutGenerator(args, tokenizer, Failing(9, 1, 0))
+        generator.generate_on(source)
+        generator.continuous.weights_are(0, 9)
+        try:
+            with pytest.raises(RuntimeError, match=r"generation of sample \d+ .* failed: ConnectionError: no server"):
+                await asyncio.wait_for(ask(generator, source), 10)
+        finally:
+            await generator.continuous.stop()
+            generator.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main(lambda generator, source: generator.generate_rollout(0, source)))
+    asyncio.run(main(lambda generator, source: generator.continuous.drain()))
+
+
+def test_a_checkpoint_of_endless_generation_is_resumed_by_any_other_run(make_args, tokenizer):
+    args = scripted(make_args, rollout_batch_size=3, max_weight_staleness=4)
+    done = run(args, tokenizer, 5, slowest=20, end=9)
+    waiting = left(done.state)
+    assert done.state["drawn"]["finished"] and done.state["drawn"]["under_way"]
+    source = RolloutDataSource(args, tokenizer)
+    assert drawn.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
+    again = [group[0].group_index for group in source.get_samples(len(waiting) + 2)]
+    judged = [number for numbers in done.judged for number in numbers]
+    assert again[:-2] == waiting
+    assert sorted(judged + again) == list(range(done.state["next_group_index"] + 2))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch=st.integers(1, 5),
+    size=st.integers(2, 3),
+    bound=st.integers(0, 4),
+    slowest=st.integers(0, 8),
+    filtered=st.booleans(),
+    together=st.booleans(),
+    drained=st.booleans(),
+    crashes=st.dictionaries(st.integers(0, 8), st.tuples(st.integers(0, 120), st.integers(0, 3)), max_size=3),
+    slots=st.sampled_from([3, 8, 1000]),
+    concurrency=st.sampled_from([4, 512]),
+    seed=st.integers(0, 1000),
+)
+def test_the_books_of_any_endless_run_balance(
+    make_args, tokenizer, batch, size, bound, slowest, filtered, together, drained, crashes, slots, concurrency, seed
+):
+    args = scripted(
+        make_args,
+        rollout_batch_size=batch,
+        n_samples_per_prompt=size,
+        max_weight_staleness=bound,
+        dynamic_sampling_filter_path=FILTER if filtered else None,
+        group_rm=together,
+        custom_rm_path=f"{HERE}.judge_group" if together else f"{HERE}.judge",
+        sglang_server_concurrency=concurrency,
+        rollout_seed=seed,
+    )
+    done = run(args, tokenizer, 9, slowest=slowest, slots=slots, crashes=crashes, drained=drained, seed=seed)
+    check(done, args, tokenizer)
+    if not crashes:
+        assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) == 0
