@@ -36,11 +36,12 @@ class ServerSettings:
     memory_saver: bool  # whether its memory can be released
     cpu: bool  # whether its slots are no GPUs; finding out takes seconds
     life: int = 0
+    role: str = ""  # what it is, where it is not an engine of the policy
 
     @property
     def name(self) -> str:
-        """ "0" in its first life, "0.1" in its second."""
-        return f"{self.index}.{self.life}" if self.life else f"{self.index}"
+        """ "0" in its first life, "0.1" in its second; behind its role."""
+        return f"{self.role}{self.index}.{self.life}" if self.life else f"{self.role}{self.index}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ class EngineActor:
     @ray.method(concurrency_group="memory")
     def memory(self) -> dict[str, float]:
         """Resident memory in GiB by name: of the server's processes on this node, and of this actor."""
-        server, index = self._server, self._settings.index
+        server, index = self._server, f"{self._settings.role}{self._settings.index}"
         if server is None or not server.started:
             return {}
         name = f"server{index}" + (f"_node{server.part.rank}" if server.part.rank else "")

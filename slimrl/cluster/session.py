@@ -97,5 +97,5 @@ def check_slots(needed: int, present: int) -> None:
         raise SlotsMissingError(
             f"the flags ask for {needed} GPU slots and the Ray cluster has {present}: start Ray with more"
             f" (`ray start --num-gpus {needed}` gives logical slots on a machine without GPUs) or lower"
-            " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
+            " --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus or --rm-num-gpus"
         )

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.reward_model import reward_slots
 from slimrl.cluster.session import SlotsMissingError
 
 # Fractions of one slot: a train worker and an engine may share it (colocated), two of a kind may not.
@@ -26,25 +27,35 @@ PLACEMENT_TIMEOUT_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """How many slots are reserved, and which of them serve training and rollout (indices in slot order).
+    """How many slots are reserved, and which of them serve training, rollout and the reward model (in slot order).
 
-    Each engine takes `per_engine` of the rollout slots, one after another.
+    Each engine takes `per_engine` of the rollout slots, one after another; those of the reward model likewise.
     """
 
     total: int
     train: range
     rollout: range
     per_engine: int
+    reward: range = range(0)
+    per_reward_engine: int = 1
 
 
 def plan_slots(args: Arguments) -> SlotPlan:
-    """Colocated: both from slot 0. Split: training first, rollout behind it."""
+    """Colocated: both from slot 0. Split: training first, rollout behind it. The reward model comes last."""
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     rollout = 0 if args.debug_train_only else args.rollout_num_gpus or 0
     per_engine = args.rollout_num_gpus_per_engine
-    if args.colocate:
-        return SlotPlan(max(train, rollout), range(train), range(rollout), per_engine)
-    return SlotPlan(train + rollout, range(train), range(train, train + rollout), per_engine)
+    first = 0 if args.colocate else train
+    others = max(train, first + rollout)
+    total = others + reward_slots(args)
+    return SlotPlan(
+        total,
+        range(train),
+        range(first, first + rollout),
+        per_engine,
+        range(others, total),
+        args.rm_num_gpus_per_engine,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +84,16 @@ class EnginePart:
     slots: tuple[int, ...]
 
 
-def engine_parts(plan: SlotPlan, slots: Sequence[Slot]) -> list[list[EnginePart]]:
-    """For each engine its part on each of its nodes; `slots` are all reserved ones, in order.
+def engine_parts(places: range, per_engine: int, slots: Sequence[Slot]) -> list[list[EnginePart]]:
+    """For each engine on `places` its part on each of its nodes; `slots` are all reserved ones, in order.
 
     Raises SlotsMissingError where an engine lies on several nodes and does not fill all of them alike.
     """
     on_node = Counter(slot.node for slot in slots)
     engines = []
-    for first in range(plan.rollout.start, plan.rollout.stop, plan.per_engine):
+    for first in range(places.start, places.stop, per_engine):
         by_node: dict[str, list[int]] = {}
-        for index in range(first, first + plan.per_engine):
+        for index in range(first, first + per_engine):
             by_node.setdefault(slots[index].node, []).append(index)
         parts = [EnginePart(node, tuple(own)) for node, own in by_node.items()]
         whole = all(len(part.slots) == on_node[part.node] for part in parts)
@@ -109,7 +120,10 @@ class _Probe:
 
 
 class Slots:
-    """The reserved slots, in order, so that neighbours share a node; `engines` are the slots of each engine by node."""
+    """The reserved slots, in order, so that neighbours share a node.
+
+    `engines` are the slots of each engine by node, `reward_engines` those of the reward model's servers.
+    """
 
     def __init__(self, plan: SlotPlan) -> None:
         """Reserves `plan.total` slots.
@@ -126,7 +140,8 @@ class Slots:
             )
         self.slots = self._probe()
         try:
-            self.engines = engine_parts(plan, self.slots)
+            self.engines = engine_parts(plan.rollout, plan.per_engine, self.slots)
+            self.reward_engines = engine_parts(plan.reward, plan.per_reward_engine, self.slots)
         except SlotsMissingError:
             self.release()
             raise

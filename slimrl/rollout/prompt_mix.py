@@ -27,6 +27,7 @@ def training_prompt_format(args: Arguments) -> PromptFormat:
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=args.rollout_max_prompt_len,
         keep_messages=args.custom_generate_function_path is not None or args.has_own_rollout_function,
+        keep_conversation=args.rm_model is not None,
     )
 
 

@@ -21,6 +21,7 @@ from slimrl.data.sample import Sample
 logger = logging.getLogger(__name__)
 
 TOOLS_KEY = "tools"
+MESSAGES_KEY = "prompt_messages"
 BATCH_ROWS = 1024  # rows that are read and tokenised at a time where all of a set are wanted
 
 
@@ -36,6 +37,7 @@ class PromptFormat:
     chat_template_kwargs: dict[str, Any]
     max_prompt_len: int | None  # tokens; longer prompts are left out
     keep_messages: bool  # a custom generate function may take messages as they are, without tokens
+    keep_conversation: bool = False  # the messages behind a rendered prompt stay in the metadata (`MESSAGES_KEY`)
 
     @property
     def columns(self) -> list[str]:
@@ -231,13 +233,15 @@ def _decoded(value: Any, key: str) -> Any:
 
 
 def _metadata(row: dict[str, Any], form: PromptFormat) -> dict[str, Any]:
-    """The row's metadata, and its tool schemas under "tools", where user code looks for them."""
+    """The row's metadata, its tool schemas under "tools", and with `keep_conversation` its messages."""
     metadata = _decoded(row.get(form.metadata_key), form.metadata_key)
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict):
         raise ValueError(f"{form.metadata_key!r} (--metadata-key) must be an object, not {type(metadata).__name__}")
     tools = _tools(row, form)
+    if form.keep_conversation and form.apply_chat_template:
+        metadata = {MESSAGES_KEY: _messages(row.get(form.input_key)), **metadata}
     return metadata if tools is None else {**metadata, TOOLS_KEY: tools}
 
 

@@ -1,5 +1,7 @@
 """Rewards that could not be judged or trained on are refused before anything starts."""
 
+import json
+
 import pytest
 
 from slimrl.arguments import read_args
@@ -39,3 +41,64 @@ def test_reward_flags_are_served(recipe, flags):
 
 def test_a_time_limit_of_nothing_is_refused(recipe):
     assert "--rm-time-limit 0 is too small" in sentences(recipe.line("--rm-time-limit 0"))[0]
+
+
+# a reward model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """Writes the config.json of a reward model; returns its folder."""
+
+    def write(**changes):
+        config = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
+        folder = tmp_path / "judge"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return folder
+
+    return write
+
+
+def test_a_reward_model_needs_a_folder_and_its_flags_a_model(recipe, judge):
+    line = recipe.line("--rm-type reward_model")
+    assert sentences(line) == ["--rm-type reward_model asks a reward model: give its folder, --rm-model."]
+    assert sentences([*line, "--rm-model", str(judge())]) == []
+    assert sentences(recipe.line("--rm-input text")) == [
+        "--rm-input is about the reward model, and there is none: give --rm-model, or leave it out."
+    ]
+
+
+def test_servers_of_a_reward_model_take_whole_shares_of_its_slots(recipe, judge):
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge()), "--rm-num-gpus", "3"]
+    assert sentences(line) == []
+    assert sentences([*line, "--rm-num-gpus-per-engine", "2"]) == [
+        "--rm-num-gpus 3 is no multiple of --rm-num-gpus-per-engine 2: servers take whole shares of it."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, and a reward model is one of Gemma2For"),
+        ({"id2label": {"0": "bad", "1": "good"}}, "gives 2 numbers for a response, and a reward is one"),
+        ({"max_position_embeddings": 64}, "reads 64 tokens (max_position_embeddings), and a response may have"),
+    ],
+)
+def test_a_model_that_gives_no_reward_is_refused(recipe, judge, changes, message):
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge(**changes))]
+    (sentence,) = sentences(line)
+    assert message in sentence
+
+
+def test_a_folder_without_a_config_is_refused(recipe, tmp_path):
+    (sentence,) = sentences([*recipe.line("--rm-type reward_model"), "--rm-model", str(tmp_path)])
+    assert "has no readable config.json" in sentence
+
+
+def test_with_a_reward_model_the_address_is_its_servers(recipe, judge):
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge()), "--rm-url"]
+    assert sentences([*line, "http://a:1,http://b:2"]) == []
+    assert sentences([*line, "http://a:1,b:2"]) == ["--rm-url b:2 is no address: begin it with http:// or https://."]
+    (sentence,) = sentences([*recipe.line("--rm-type remote_rm"), "--rm-model", str(judge())])
+    assert "asks --rm-url, which with --rm-model is the address of that model's server" in sentence

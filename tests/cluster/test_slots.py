@@ -20,6 +20,10 @@ def flags(**changes):
         "colocate": False,
         "debug_train_only": False,
         "debug_rollout_only": False,
+        "rm_model": None,
+        "rm_url": None,
+        "rm_num_gpus": 3,
+        "rm_num_gpus_per_engine": 1,
     }
     return types.SimpleNamespace(**{**values, **changes})
 
@@ -34,6 +38,18 @@ def test_colocated_sides_share_slots_from_the_first():
     assert (plan.total, list(plan.train), list(plan.rollout)) == (4, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize(("colocate", "reward"), [(False, [8, 9, 10]), (True, [6, 7, 8])])
+def test_the_reward_model_comes_last_and_shares_no_slot(colocate, reward):
+    plan = plan_slots(flags(colocate=colocate, rm_model="judge"))
+    assert list(plan.reward) == reward and plan.total == reward[-1] + 1 and plan.rollout.stop == reward[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"rm_url": "http://a:1"}, {"debug_train_only": True}])
+def test_only_servers_that_are_started_take_slots(changes):
+    plan = plan_slots(flags(**{"rm_model": "judge" if changes else None, **changes}))
+    assert not plan.reward and plan.total == 2 + len(plan.rollout)
+
+
 def test_replay_needs_no_rollout_slots():
     assert plan_slots(flags(debug_train_only=True)).total == 2
 
@@ -46,7 +62,8 @@ def slots_on(*nodes):
 
 def parts(changes, *nodes):
     """[(node, slots)] of each engine."""
-    engines = engine_parts(plan_slots(flags(**changes)), slots_on(*nodes))
+    plan = plan_slots(flags(**changes))
+    engines = engine_parts(plan.rollout, plan.per_engine, slots_on(*nodes))
     return [[(part.node, list(part.slots)) for part in engine] for engine in engines]
 
 

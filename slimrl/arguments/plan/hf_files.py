@@ -60,6 +60,12 @@ def read_hf_files(folder: Path, *, layers: int, tied: bool) -> HfFiles | None:
     )
 
 
+def read_tensor_names(folder: Path) -> set[str]:
+    """The names of all tensors in the safetensors files of `folder`; raises UnreadableFileError naming a broken one."""
+    present = [folder / name for name in _names(folder) if (folder / name).is_file()]
+    return {name for path in present for name, _ in _entries(path)}
+
+
 def bytes_per_weight(folder: Path, files: HfFiles | None, parameters: int) -> float:
     """What an engine keeps of one weight: as its files have it; without files 1 in fp8, else 2."""
     if files is not None and not files.missing:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.reward_model import reward_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +24,17 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Slots in order; `train` and `engines` are positions in `places` (one range per engine)."""
+    """Slots in order; `train`, `engines` and `reward` are positions in `places` (one range per server)."""
 
     places: tuple[Place, ...]
     train: range
     engines: tuple[range, ...]
+    reward: tuple[range, ...] = ()
 
     @property
     def total(self) -> int:
         """Slots that the run reserves."""
-        return max(self.train.stop, self.engines[-1].stop if self.engines else 0)
+        return max(self.train.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
 
     def shares(self, positions: range) -> dict[int, int]:
         """How many of these slots lie on each of their nodes."""
@@ -57,8 +59,10 @@ def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
     start = 0 if args.colocate else train
     size = args.rollout_num_gpus_per_engine
     engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))
-    total = max(train, start + rollout)
-    return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines)
+    others = max(train, start + rollout)
+    total, size = others + reward_slots(args), args.rm_num_gpus_per_engine
+    reward = tuple(range(first, first + size) for first in range(others, total, size))
+    return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward)
 
 
 def _places(total: int, nodes: Sequence[int] | None, per_node: int) -> list[Place]:

@@ -20,6 +20,7 @@ from slimrl.arguments.plan.parameters import active_parameters, selection_biases
 from slimrl.arguments.plan.shape import Shape, shape_of
 
 GIB = 2**30
+MANY_LAYERS = 10**6  # all of a model that is not trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Plan:
     slot: SlotMemory | None
     engine_settings: EngineSettings
     memory: MemoryPlan
+    reward_weights: int | None  # of one slot of the reward model, bytes; None without one that is started
 
     @property
     def colocated(self) -> bool:
@@ -107,7 +109,19 @@ def make_plan(args: Arguments, entry: str, surroundings: Surroundings) -> Plan:
         slot=slot,
         engine_settings=settings,
         memory=estimate(args, slot_bytes=slot_bytes, engine=settings),
+        reward_weights=_reward_weights(args, surroundings) if where.reward else None,
     )
+
+
+def _reward_weights(args: Arguments, surroundings: Surroundings) -> int:
+    """What a slot of the reward model's servers holds of its weights: as in the files, or in the dtype asked for."""
+    files = read_hf_files(Path(args.rm_model), layers=MANY_LAYERS, tied=False)
+    if files is None:
+        return 0
+    options = {**server_defaults(surroundings.server_words), **args.rm_server_options}
+    per_element = EngineSettings.from_options(options, weight_bytes=0.0).weight_bytes
+    size = files.bytes if not per_element or files.elements is None else int(files.elements * per_element)
+    return size // args.rm_num_gpus_per_engine
 
 
 def slot_memory(args: Arguments, where: Placement, surroundings: Surroundings) -> SlotMemory | None:

@@ -23,7 +23,8 @@ def _slots(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "--actor-num-gpus-per-node",
             f"the flags ask for {where.total} slots ({_roles(plan)}) and {who} {present}: start Ray with more, or lower"
-            " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus.",
+            " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
+            + (", or --rm-num-gpus." if where.reward else "."),
         )
         return
     yield from _groups_on_one_node(plan)
@@ -31,7 +32,9 @@ def _slots(plan: Plan) -> Iterator[Problem]:
 
 def _roles(plan: Plan) -> str:
     train, engines = len(plan.placement.train), sum(map(len, plan.placement.engines))
-    return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "")
+    reward = sum(map(len, plan.placement.reward))
+    own = f", {reward} for the reward model" if reward else ""
+    return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "") + own
 
 
 def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
@@ -100,6 +103,12 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             "--tensor-model-parallel-size",
             f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {_less_training(plan)}.",
         )
+    if plan.reward_weights is not None and plan.reward_weights > slot.bytes:
+        yield Problem(
+            "--rm-num-gpus-per-engine",
+            f"the reward model's weights take {gib(plan.reward_weights)} of a slot that has {have}: raise"
+            " --rm-num-gpus-per-engine.",
+        )
     if engine is None:
         return
     fraction = plan.engine_settings.fraction
@@ -146,13 +155,16 @@ def _shortage(plan: Plan) -> str | None:
     stages = plan.memory.stages
     train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)
     rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
+    reward = (plan.reward_weights or 0) * sum(map(len, plan.placement.reward))
     nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
-    need, host = (train + rollout) // nodes, plan.surroundings.machine.host
+    need, host = (train + rollout + reward) // nodes, plan.surroundings.machine.host
     if need <= host:
         return None
     return (
         f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training slots take"
-        f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}, per machine {gib(need)}"
+        f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}"
+        + (f", the reward model {gib(reward)}" if reward else "")
+        + f", per machine {gib(need)}"
     )
 
 

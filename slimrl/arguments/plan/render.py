@@ -79,6 +79,9 @@ def _slots(plan: Plan) -> Iterator[str]:
     if where.engines:
         every = range(where.engines[0].start, where.engines[-1].stop)
         rows.append(("engines", len(every), _where(plan, every)))
+    if where.reward:
+        every = range(where.reward[0].start, where.reward[-1].stop)
+        rows.append(("reward model", len(every), _where(plan, every)))
     yield from table(rows)
     nodes = len(where.nodes_of(range(len(where.places))))
     shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
@@ -293,6 +296,18 @@ def _servers(plan: Plan) -> Iterator[str]:
         f" (--request-timeout-secs {args.sglang_router_request_timeout_secs}{' ' + router if router else ''})"
     )
     yield f"at most {args.sglang_server_concurrency} requests in flight per server (--sglang-server-concurrency)"
+    yield from _reward_servers(plan)
+
+
+def _reward_servers(plan: Plan) -> Iterator[str]:
+    args, servers = plan.args, plan.placement.reward
+    if not servers:
+        return
+    places = "; ".join(_where(plan, slots) for slots in servers[:LISTED])
+    yield f"reward model: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
+    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}", "--is-embedding"]
+    yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
+    yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -307,6 +322,8 @@ def _memory(plan: Plan) -> Iterator[str]:
             parked = max(stage.weights + stage.optimizer for stage in stages)
             yield f"in host memory while engines generate, per slot: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
+    if plan.reward_weights is not None:
+        yield f"reward model: weights {gib(plan.reward_weights)} of each of its slots"
     if plan.slot is None:
         yield "the memory of a slot is not known here: --slot-memory-gib compares with it"
     else:

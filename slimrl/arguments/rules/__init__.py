@@ -115,6 +115,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.groups_can_be_compared,
     algorithm.reward_is_given,
     rewards.reward_service_has_an_address,
+    rewards.reward_model_can_be_asked,
     rewards.dict_rewards_have_a_key,
     algorithm.clip_range_is_ordered,
     algorithm.estimator_has_what_it_needs,

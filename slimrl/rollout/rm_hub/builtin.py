@@ -9,6 +9,7 @@
 | `f1` | the words shared with the label, or with the best of several labels | 0 to 1 |
 | `ifeval`, `ifbench` | every instruction of `metadata.instruction_id_list` is followed | 1 or 0 |
 | `remote_rm` | whatever the service at `--rm-url` says | its answer |
+| `reward_model` | the conversation, by the reward model of `--rm-model` | its number |
 | `random` | nothing: a coin that is the same for the same sample in every run | 1 or 0 |
 
 With the prefix `boxed_` the content of the last `\\boxed{...}` is judged in place of the response.
@@ -20,6 +21,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from slimrl.arguments.reward_model import REWARD_MODEL
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import instructions, multiple_choice, rules
 from slimrl.rollout.rm_hub.boxed import last_boxed
@@ -30,6 +32,7 @@ Reward = float | dict[str, Any]
 
 BOXED_PREFIX = "boxed_"
 REMOTE = "remote_rm"
+MODEL = REWARD_MODEL
 RANDOM = "random"
 
 _BOXED_RULES = {"math", "deepscaler"}
@@ -84,12 +87,12 @@ def is_remote(rm_type: str) -> bool:
 
 def is_builtin(rm_type: str) -> bool:
     """Whether `rm_type` names a built-in reward."""
-    return rm_type.removeprefix(BOXED_PREFIX) in builtin_types()
+    return rm_type == MODEL or rm_type.removeprefix(BOXED_PREFIX) in (*_NEEDS, REMOTE, RANDOM)
 
 
 def builtin_types() -> list[str]:
     """The names without prefix, for messages."""
-    return sorted([*_NEEDS, REMOTE, RANDOM])
+    return sorted([*_NEEDS, REMOTE, MODEL, RANDOM])
 
 
 def _answer(sample: Sample) -> dict[str, Any]:

@@ -35,10 +35,21 @@ class RemoteUnreachable(RemoteRewardError):
 
 
 class RemoteReward:
-    """Posts `{"prompt", "response", "label"}` to one address and takes the JSON reply as the reward."""
+    """Posts `{"prompt", "response", "label"}` to one address and takes the JSON reply as the reward.
 
-    def __init__(self, url: str, *, time_limit_s: float = TIME_LIMIT_S, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    `name` stands for the address in messages. `ask` posts anything else to it, for rewards of another form.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        time_limit_s: float = TIME_LIMIT_S,
+        first_pause_s: float = FIRST_PAUSE_S,
+        name: str | None = None,
+    ) -> None:
         self._url = url
+        self._name = name or f"--rm-url {url}"
         self._timeout = aiohttp.ClientTimeout(total=time_limit_s)
         self._time_limit_s = time_limit_s
         self._first_pause_s = first_pause_s
@@ -59,12 +70,16 @@ class RemoteReward:
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )
+        return self._parsed(await self.ask(body))
+
+    async def ask(self, body: bytes) -> bytes:
+        """What the service answers to this JSON. Raises RemoteRefused and RemoteUnreachable as `reward` does."""
         cause = ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(self._first_pause_s * 2 ** (attempt - 1))
             try:
-                return self._parsed(await self._post(body))
+                return await self._post(body)
             except (
                 aiohttp.ClientConnectionError,
                 aiohttp.ServerDisconnectedError,
@@ -76,7 +91,7 @@ class RemoteReward:
             except _Busy as error:
                 cause = str(error)
         raise RemoteUnreachable(
-            f"--rm-url {self._url} gave no reward in {ATTEMPTS} attempts, the last time: {cause}; check the service"
+            f"{self._name} gave no reward in {ATTEMPTS} attempts, the last time: {cause}; check the service"
         )
 
     def close(self) -> None:
@@ -98,13 +113,13 @@ class RemoteReward:
                 content += chunk
                 if len(content) > MAX_REPLY_BYTES:
                     raise RemoteRewardError(
-                        f"--rm-url {self._url} answered more than {MAX_REPLY_BYTES} bytes: send the reward alone"
+                        f"{self._name} answered more than {MAX_REPLY_BYTES} bytes: send the reward alone"
                     )
             shown = content[:300].decode(errors="replace")
             if reply.status == _TOO_MANY_REQUESTS or reply.status >= 500:
                 raise _Busy(f"HTTP {reply.status}: {shown}")
             if reply.status != 200:
-                raise RemoteRefused(f"--rm-url {self._url} answered HTTP {reply.status}: {shown}; mend the request")
+                raise RemoteRefused(f"{self._name} answered HTTP {reply.status}: {shown}; mend the request")
         return bytes(content)
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -121,11 +136,11 @@ class RemoteReward:
         try:
             reward = orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise RemoteRewardError(f"--rm-url {self._url} answered {content[:300]!r}, which is not JSON") from error
+            raise RemoteRewardError(f"{self._name} answered {content[:300]!r}, which is not JSON") from error
         if isinstance(reward, dict):
             return reward
         if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise RemoteRewardError(f"--rm-url {self._url} answered {reward!r}: it must be a number or an object")
+            raise RemoteRewardError(f"{self._name} answered {reward!r}: it must be a number or an object")
         return float(reward)
 
 

@@ -24,6 +24,7 @@ from slimrl.rollout.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
     from slimrl.rollout.rm_hub.remote import RemoteReward
+    from slimrl.rollout.rm_hub.reward_model import RewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class RewardScorer:
     ) -> None:
         self._args = args
         self._graders = graders or GraderPool(time_limit_s=args.rm_time_limit, size=args.rm_num_graders)
-        self._remote = None if args.rm_url is None else _remote_reward(args.rm_url)
+        # with a reward model --rm-url is its server's address
+        self._remote = None if args.rm_url is None or args.rm_model is not None else _remote_reward(args.rm_url)
+        self._model = _reward_model(args) if args.rm_model is not None and args.rm_url is not None else None
         self._custom_time_limit_s = custom_time_limit_s
         self._functions: dict[tuple[str, type], Callable[..., Any]] = {}
 
@@ -101,6 +104,8 @@ class RewardScorer:
         self._graders.close()
         if self._remote is not None:
             self._remote.close()
+        if self._model is not None:
+            self._model.close()
 
     def _function(self, path: str, contract: type) -> Callable[..., Any]:
         if (path, contract) not in self._functions:
@@ -119,6 +124,8 @@ class RewardScorer:
         if not builtin.is_builtin(rm_type):
             raise ValueError(_unknown_type(rm_type))
         sample.metadata.pop(REWARD_FAILURE_KEY, None)
+        if rm_type == builtin.MODEL:
+            return await self._score_by_model(sample)
         if builtin.is_remote(rm_type):
             return await self._score_by_service(rm_type, sample)
         try:
@@ -127,6 +134,14 @@ class RewardScorer:
             logger.warning("sample %s: no verdict on its answer, judged as wrong: %s", sample.index, error)
             sample.metadata[REWARD_FAILURE_KEY] = str(error)
             return builtin.wrong(rm_type)
+
+    async def _score_by_model(self, sample: Sample) -> float:
+        if self._model is None:
+            raise ValueError(
+                "the reward type reward_model asks a server, and there is none: give --rm-model, and --rm-url too where"
+                " slimrl starts no servers, as outside a run"
+            )
+        return await self._model.reward(sample)
 
     async def _score_by_service(self, rm_type: str, sample: Sample) -> Reward:
         if self._remote is None:
@@ -167,6 +182,14 @@ def _remote_reward(url: str) -> RemoteReward:
     return RemoteReward(url)
 
 
+def _reward_model(args: Arguments) -> RewardModel:
+    from slimrl.rollout.rm_hub.reward_model import RewardModel  # brings a tokenizer and an HTTP client
+
+    return RewardModel.from_args(args)
+
+
 def _unknown_type(rm_type: str) -> str:
     known = ", ".join(builtin.builtin_types())
-    return f"the reward type {rm_type!r} is not known: use {known}, any of them with the prefix boxed_, or a function"
+    return (
+        f"the reward type {rm_type!r} is not known: use {known}, any of the rules with the prefix boxed_, or a function"
+    )

@@ -1,0 +1,118 @@
+"""Rewards from a reward model behind SGLang servers (`--rm-type reward_model --rm-model ...`).
+
+Sends token ids to `/classify` and takes the one number of the reply, a logit of any sign. Promises at most
+`--rm-concurrency` requests in flight per server, a bound on every wait, and that what goes wrong is an error that names
+the server, never a reward of 0. Owned by the reward scorer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.reward_model import RewardModelConfig
+from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError
+from slimrl.rollout.rm_hub.reward_input import RewardInput
+
+logger = logging.getLogger(__name__)
+
+
+class RewardModelError(RemoteRewardError):
+    """The reward model cannot score a sample, or answered something that is no reward."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Server:
+    """One server and how many requests it has."""
+
+    url: str
+    service: RemoteReward
+    in_flight: int = 0
+
+
+class RewardModel:
+    """Scores samples on the server with the fewest requests; `reward_input` says what is read of them."""
+
+    def __init__(self, urls: list[str], reward_input: RewardInput, *, concurrency: int, vocabulary: int | None) -> None:
+        """`concurrency` is per server; ids from `vocabulary` on are refused, because a server would die of them."""
+        self._servers = [
+            _Server(url, RemoteReward(f"{url}/classify", name=f"the reward model's server {url}")) for url in urls
+        ]
+        self._input = reward_input
+        self._vocabulary = math.inf if vocabulary is None else vocabulary
+        self._turns = asyncio.Semaphore(concurrency * len(urls))
+        # one thread: a tokenizer is not made for several, and the rollout's loop has other work
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-reward-tokens")
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> RewardModel:
+        """The reward model at `--rm-url`. Raises ValueError where its folder or tokenizer does not suit."""
+        config = RewardModelConfig.read(Path(args.rm_model))
+        trust = bool(args.rm_server_options.get("trust_remote_code"))
+        reward_input = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust_code=trust)
+        urls = addresses(args.rm_url)
+        logger.info("reward model %s at %s reads: %s", args.rm_model, ", ".join(urls), reward_input.form)
+        return cls(urls, reward_input, concurrency=args.rm_concurrency, vocabulary=config.vocabulary)
+
+    async def reward(self, sample: Sample) -> float:
+        """The reward of a sample.
+
+        Raises RewardModelError on a sample that cannot be read or a reply that is no single finite number,
+        RemoteRefused on a 4xx (as for a sample longer than the model's context), RemoteUnreachable when all attempts
+        failed.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            token_ids = await loop.run_in_executor(self._tokenizing, self._input.token_ids, sample)
+        except ValueError as error:
+            raise RewardModelError(str(error)) from error
+        if max(token_ids) >= self._vocabulary:
+            raise RewardModelError(
+                f"sample {sample.index}: token {max(token_ids)} is none of the {self._vocabulary} that the reward model"
+                " has: its tokenizer is not the model's, copy both from one place"
+            )
+        async with self._turns:
+            server = min(self._servers, key=lambda one: one.in_flight)
+            server.in_flight += 1
+            try:
+                reply = await server.service.ask(orjson.dumps({"input_ids": token_ids}))
+            finally:
+                server.in_flight -= 1
+        return reward_of(reply, server.url)
+
+    def close(self) -> None:
+        """Ends the connections and the thread."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for server in self._servers:
+            server.service.close()
+
+
+def addresses(url: str) -> list[str]:
+    """The servers that `--rm-url` names."""
+    return [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
+
+
+def reward_of(reply: bytes, url: str) -> float:
+    """The one number of a reply to `/classify`. Raises RewardModelError on anything else."""
+    try:
+        answer = orjson.loads(reply)
+    except orjson.JSONDecodeError as error:
+        raise RewardModelError(f"the reward model's server {url} answered {reply[:300]!r}, not JSON") from error
+    scores = answer.get("embedding") if isinstance(answer, dict) else None
+    if not isinstance(scores, list) or len(scores) != 1:
+        shown = f"{len(scores)} numbers" if isinstance(scores, list) else repr(answer)[:300]
+        raise RewardModelError(
+            f"the reward model's server {url} answered {shown} for one response: serve a model with one label, started"
+            " with --is-embedding"
+        )
+    if not isinstance(scores[0], int | float) or not math.isfinite(scores[0]):
+        raise RewardModelError(f"the reward model's server {url} answered {scores[0]!r}, which is no finite number")
+    return float(scores[0])

@@ -1,0 +1,73 @@
+"""A reward model behind real SGLang servers on slots of their own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.reward_server import RewardServers
+from slimrl.cluster.session import ray_session, worker_environment
+from slimrl.cluster.slots import SlotPlan, Slots
+from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.rm_hub.remote import RemoteRefused
+from tests.reward_models import logits, write_reward_model
+from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+JUDGED = RewardRule(None, "reward_model")
+
+
+def sample(index: int, question: str, response: str) -> Sample:
+    return Sample(prompt=question, index=index, response=response, metadata={})
+
+
+def kill_server(log_dir) -> None:
+    """Kills the server as an out-of-memory killer would."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if "--is-embedding" in line and str(log_dir) in line:
+            process.kill()
+
+
+def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, tokenizer):  # noqa: F811
+    # shards with an index: SGLang loads only the files that an index names
+    model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen2", shard_size="100KB")
+    args = Arguments(rm_type="reward_model", rm_model=str(model), run_dir=str(tmp_path / "run"), rm_concurrency=2)
+    samples = [sample(i, f"{i}+{i}=", f"it is {'very ' * i}clear: {2 * i}") for i in range(6)]
+    read = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one.prompt}, {"role": "assistant", "content": one.response}], return_dict=False
+        )
+        for one in samples
+    ]
+    assert len({len(row) for row in read}) == 6 and tokenizer.decode(read[0]).endswith("<|im_end|>\n")
+
+    async def run() -> tuple[list[float], str]:
+        slots = Slots(SlotPlan(1, range(0), range(0), 1, range(1), 1))
+        servers = await RewardServers.start(args, slots, worker_environment({}))
+        scorer = RewardScorer(servers.reachable(args))
+        try:
+            never = asyncio.Event().wait()
+            watch = asyncio.ensure_future(servers.watch(never))
+            rewards = await asyncio.gather(*(scorer.score(one, JUDGED) for one in samples))
+            with pytest.raises(RemoteRefused, match="is longer than the model's context length"):
+                await scorer.score(sample(9, "1+1=", "x" * 2000), JUDGED)
+            assert not watch.done()
+            assert set(await servers.memory()) == {"server_reward0_rss_gib", "server_reward0_actor_rss_gib"}
+            kill_server(tmp_path)
+            return rewards, await asyncio.wait_for(watch, 20)
+        finally:
+            scorer.close()
+            await servers.close()
+            slots.release()
+
+    with ray_session(1):
+        rewards, death = asyncio.run(run())
+    assert rewards == pytest.approx(logits(model, read), abs=1e-4)
+    assert max(rewards) - min(rewards) > 0.5  # weights that would let anything pass for equal
+    assert death.startswith("the reward model's server 0 is gone, nothing can be judged: SGLang server _reward0")
