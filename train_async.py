@@ -1,10 +1,14 @@
-"""One step ahead: the next rollout is generated while this one trains.
+"""Generation beside training: one step ahead, or without end.
 
     python3 train_async.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ...
 
-Training and generation need slots of their own (no `--colocate`). Weights are pushed between two
-generations, never under one, every `--update-weights-interval` rollouts: with the default of 1 a
-sample is at most one version older than the weights it trains.
+Training and generation need slots of their own (no `--colocate`). Weights are pushed every
+`--update-weights-interval` rollouts, between two generations unless `--update-weights-in-flight` is given.
+
+One step ahead, the next rollout is generated while this one trains: with an interval of 1 a sample is at
+most one version older than the weights it trains. With `--max-weight-staleness N` generation never
+stops: a rollout takes what is finished, and no token of it is more than N versions older than the
+weights it trains (docs/asynchrony.md).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """The loop: while rollout n trains, rollout n + 1 is on its way."""
+    """The loop: while rollout n trains, rollout n + 1 is on its way, and more with `--max-weight-staleness`."""
     run.update_weights(run.weight_version)
     run.evaluate_before_training()
     generation = run.start_generation(run.rollout_ids.start) if run.rollout_ids else None
@@ -31,7 +35,7 @@ def train(run: Run) -> None:
             metrics = run.train(rollout)
             run.save_if_due(rollout, metrics)
             if run.weights_due(rollout_id) or run.evaluation_due(rollout_id):
-                run.wait_for(generation)
+                run.make_way(generation)
                 run.update_weights(rollout_id + 1)
             run.record(rollout, metrics)
         run.evaluate_if_due(rollout_id)

@@ -80,7 +80,9 @@ class Rank:
 
         if self._updater is not None:
             self._updater.close()
-        self._updater = WeightUpdater.create(self._setup.args, self._trainer.parallel, endpoints)
+        self._updater = WeightUpdater.create(
+            self._setup.args, self._trainer.parallel, endpoints, timeline=self.timeline
+        )
 
     def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
         """Trains on a pickled RolloutBatch; metrics per optimizer step, with the first what memory was noted."""
@@ -104,7 +106,8 @@ class Rank:
         from slimrl.megatron.offload import State
 
         self._trainer.memory.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
-        report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal)
+        running = "retract" if self._setup.args.update_weights_in_flight else "abort"
+        report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal, running=running)
         return dataclasses.asdict(report)
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from slimrl.data.sample import Sample
 from slimrl.observability import dump
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.processes.memory import resident_gib
-from slimrl.rollout import garbage
+from slimrl.rollout import drawn, garbage
 from slimrl.rollout.all_metrics import all_metrics
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.output import RolloutOutput
@@ -35,6 +35,7 @@ from slimrl.rollout.own_logs import reported_metrics, reported_scalars
 from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sglang_rollout import rollout_without_engines
+from slimrl.rollout.staleness import staleness_metrics
 from slimrl.rollout.train_data import training_batch
 from slimrl.sglang.client import KEEP_TRYING_S as KEEP_TRYING_WITHOUT_RECOVERY_S
 from slimrl.sglang.client import RouterClient
@@ -140,6 +141,8 @@ class RolloutManager:
         self._generator = RolloutGenerator(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
+        if self._args.max_weight_staleness is not None:
+            self._generator.generate_on(self._data_source)
         self._doing = ""
         return self._fleet.endpoints
 
@@ -175,7 +178,19 @@ class RolloutManager:
 
     async def load_data_state(self, state: dict[str, Any]) -> None:
         """Continues the data source where a checkpoint left it."""
-        self._data_source.load_state_dict(state)
+        stream = self._generator.continuous if self._generator is not None else None
+        finished = drawn.restore(self._data_source, state, keeps_finished=stream is not None)
+        if stream is not None:
+            stream.restore(finished)
+
+    async def drain(self) -> None:
+        """Returns when no group is on its way, and begins none until `weights_are` (`--max-weight-staleness`)."""
+        await self._generator.continuous.drain()
+
+    async def weights_are(self, version: int, end: int) -> None:
+        """The servers hold weights `version`; generation without end begins or goes on, up to rollout `end`."""
+        if self._generator is not None:
+            self._generator.continuous.weights_are(version, end)
 
     @ray.method(concurrency_group="watchdog")
     async def progress(self) -> tuple[int, int]:
@@ -205,12 +220,15 @@ class RolloutManager:
             log=str(self._log_path),
         )
 
-    async def generate(self, rollout_id: int) -> RolloutResult:
-        """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank."""
-        with self._timeline.span("generate", rollout=rollout_id):
-            return await self._generate(rollout_id)
+    async def generate(self, rollout_id: int, saved: bool) -> RolloutResult:
+        """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank.
 
-    async def _generate(self, rollout_id: int) -> RolloutResult:
+        What is on its way belongs to `data_state` where a checkpoint is `saved` after this rollout.
+        """
+        with self._timeline.span("generate", rollout=rollout_id):
+            return await self._generate(rollout_id, saved)
+
+    async def _generate(self, rollout_id: int, saved: bool) -> RolloutResult:
         self._memory.require(f"generating rollout {rollout_id}")
         garbage.collect_between_rollouts()
         if self._recovery is not None:
@@ -227,20 +245,21 @@ class RolloutManager:
         seconds = time.perf_counter() - started
         self._timeline.mark("batches")
         groups = output.groups
-        data_state = self._data_source.state_dict()
+        data_state = output.data_state if saved and output.data_state else self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
         rewards = rewards_of(self._args, samples)
         metrics = all_metrics(self._args, samples, rewards.raw.tolist(), seconds) | self._request_metrics(len(samples))
-        metrics |= {**output.metrics, **await self._faults()}
+        metrics |= {**staleness_metrics(rollout_id, samples), **output.metrics, **await self._faults()}
         self._dump(rollout_id, samples, metrics)
         shares = self._schedule(training_batch(self._args, samples, rewards))
         versions = {version for sample in samples for version in sample.weight_versions}
+        versions |= {version for sample in samples for version, _ in sample.version_spans if version}
         return RolloutResult(
             rollout_id=rollout_id,
             batches=[ray.put(pickle.dumps(share)) for share in shares],
             metrics=reported_metrics(self._args, rollout_id, samples, metrics, output.metrics, seconds),
             data_state=data_state,
-            weight_version=",".join(sorted(versions)),
+            weight_version=",".join(sorted(versions, key=lambda version: (len(version), version))),
             seconds=time.perf_counter() - started,
         )
 
@@ -300,7 +319,7 @@ class RolloutManager:
     async def close(self) -> None:
         """Ends the client, the router and the servers."""
         if self._generator is not None:
-            self._generator.close()
+            await self._generator.end()
         if self._recovery is not None:
             await self._recovery.close()
         if self._client is not None:

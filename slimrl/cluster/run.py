@@ -87,7 +87,7 @@ class Run:
     def start_generation(self, rollout_id: int) -> ray.ObjectRef:
         """Starts generating a rollout; `finish_generation` waits for it."""
         self._generation = _of_manager(self._manager, f"generate of rollout {rollout_id}")
-        return self._manager.generate.remote(rollout_id)
+        return self._manager.generate.remote(rollout_id, self._save_due(rollout_id))
 
     def finish_generation(self, generation: ray.ObjectRef) -> RolloutResult:
         """The generated rollout, once it is complete."""
@@ -100,8 +100,12 @@ class Run:
         self._seconds["generate"] = result.seconds
         return result
 
-    def wait_for(self, generation: ray.ObjectRef) -> None:
-        """Waits until a generation is complete, so that no request is in flight when weights change."""
+    def make_way(self, generation: ray.ObjectRef) -> None:
+        """Waits until no request is in flight, unless weights change under requests; `generation` is what runs."""
+        if self.args.update_weights_in_flight:
+            return
+        if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
+            generation = self._manager.drain.remote()
         with self._timed("wait_for_rollout"), self._trainers_idle():
             self._supervisor.get([generation], self._generation)
 
@@ -140,7 +144,13 @@ class Run:
         return done == self.rollout_ids.stop or done % self.args.update_weights_interval == 0
 
     def update_weights(self, version: int) -> None:
-        """Pushes the trained weights to every engine; no generation may be running."""
+        """Pushes the trained weights to every engine; requests may run with `--update-weights-in-flight` alone."""
+        self._push(version)
+        if self.args.max_weight_staleness is not None:  # generation without end goes on with them
+            awaited = _of_manager(self._manager, f"generation going on with weights {version}")
+            self._supervisor.get([self._manager.weights_are.remote(version, self.rollout_ids.stop)], awaited)
+
+    def _push(self, version: int) -> None:
         if self._trainers is None:
             return
         with self._turns.push():
@@ -172,13 +182,15 @@ class Run:
         """
         if self._trainers is None or not self.args.save:
             return
-        done = rollout.rollout_id + 1
-        interval = self.args.save_interval
-        if done == self.rollout_ids.stop or (interval and done % interval == 0):
+        if self._save_due(rollout.rollout_id):
             self._log.expect(self._record(rollout, train_metrics))
             with self._timed("save"):
                 folder = self._trainers.save(rollout.rollout_id, rollout.data_state)
             logger.info("saving %s in the background" if self.args.async_save else "saved %s", folder)
+
+    def _save_due(self, rollout_id: int) -> bool:
+        done, interval = rollout_id + 1, self.args.save_interval
+        return done == self.rollout_ids.stop or bool(interval and done % interval == 0)
 
     def evaluate_before_training(self) -> None:
         """The evaluation of the untrained (or just loaded) model."""

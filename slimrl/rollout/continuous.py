@@ -93,6 +93,7 @@ class ContinuousRollout:
         self._held = True
         while self._under_way:
             await self._change()
+            self._held = True  # also where servers were replaced meanwhile
 
     async def take(self, rollout_id: int) -> Taken:
         """The groups of the next rollout, once they are there: of the finished ones those that are oldest.

@@ -158,6 +158,12 @@ class RolloutGenerator:
         self._engine.start()
         return await self._evaluator.evaluate(rollout_id)
 
+    async def end(self) -> None:
+        """Ends what is on its way, and closes."""
+        if self.continuous is not None:
+            await self.continuous.stop()
+        self.close()
+
     def close(self) -> None:
         """Ends the graders; the client is the caller's."""
         self._trace.begin()

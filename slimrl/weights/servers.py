@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from slimrl.sglang.control import RunningRequests
 from slimrl.sglang.errors import EngineError, EngineTimeoutError
 
 Result = TypeVar("Result")
@@ -34,10 +35,10 @@ class ServerControl(Protocol):
     def url(self) -> str:
         """The server's address, for messages."""
 
-    def begin_weight_update(self) -> None:
-        """Ends running requests, holds new ones and forgets every cached key and value."""
+    def begin_weight_update(self, running: RunningRequests) -> None:
+        """Ends ("abort") or holds ("retract") running requests, holds new ones, forgets every cached key and value."""
 
-    def commit_weight_update(self, version: str) -> None:
+    def commit_weight_update(self, version: str, running: RunningRequests) -> None:
         """Names the weights that are loaded now; requests are still held."""
 
     def continue_(self) -> None:

@@ -1,6 +1,6 @@
 """`WeightUpdater`: brings the trained weights into every inference server under a new version.
 
-Order of a push: servers stop (running requests end, new ones wait) and forget cached keys and values; they take
+Order of a push: servers stop (running requests end, or wait like new ones) and forget cached keys and values; they take
 all buckets, the next of which is packed while they read one; only when every server has them all, they get the new
 version, and only when each reports it, they go on. A server with pipeline stages is asked for a token then: its later
 stages read in their own time, and that proves that they have. A failed push is sent again from its beginning, and where
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimrl.hooks import UpdateWeightPostWrite, named
+from slimrl.observability.timeline_recorder import Timeline
+from slimrl.sglang.control import RunningRequests
 from slimrl.sglang.control import ServerControl as SglangServerControl
 from slimrl.weights.agreement import LEAD, Agreement
 from slimrl.weights.buckets import Bucket, BufferSource, iter_buckets
@@ -39,6 +41,7 @@ from slimrl.weights.roles import (
 )
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, states
 from slimrl.weights.shape import ModelShape
+from slimrl.weights.traced_server import traced
 from slimrl.weights.transport_disk import Delivery, DiskTransport
 from slimrl.weights.transport_distributed import DistributedTransport
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
@@ -117,6 +120,7 @@ class WeightUpdater:
         bucket_bytes: int,
         with_stages: Sequence[int] = (),
         pause_between_s: float = PAUSE_BETWEEN_S,
+        timeline: Timeline | None = None,
     ) -> None:
         """`transports` are this rank's own, shared memory first; `senders` are all ranks that have any.
 
@@ -129,10 +133,11 @@ class WeightUpdater:
         self._transports = transports
         self._bucket_bytes = bucket_bytes
         self._pause_between_s = pause_between_s
+        self._timeline = timeline if timeline is not None else Timeline.off()
         self._ranks = Agreement(source.parallel.rank)
         self._partners = self._find_partners()
         self._senders = senders
-        self._delivery: Delivery | None = None
+        self._delivery: Delivery | None = None  # of files
 
     @classmethod
     def create(
@@ -142,16 +147,24 @@ class WeightUpdater:
         engines: Sequence[EngineEndpoint],
         *,
         timeout_s: float = TIMEOUT_S,
+        timeline: Timeline | None = None,
     ) -> WeightUpdater:
         """The updater that the flags ask for: shared memory with --colocate, else broadcast, or files."""
         source = ModelSource(ModelShape.from_args(args), family_for(read_hf_config(Path(args.hf_checkpoint))), parallel)
         bucket_bytes = args.update_weight_buffer_size
         if args.update_weight_transport == "disk":
             folder = Path(args.update_weight_disk_dir)
-            post_write = _post_write(args, engines)
-            return cls.disk(source, engines, folder, post_write, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+            return cls.disk(
+                source,
+                engines,
+                folder,
+                _post_write(args, engines),
+                bucket_bytes=bucket_bytes,
+                timeout_s=timeout_s,
+                timeline=timeline,
+            )
         make = cls.colocated if args.colocate else cls.split
-        return make(source, engines, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        return make(source, engines, bucket_bytes=bucket_bytes, timeout_s=timeout_s, timeline=timeline)
 
     @classmethod
     def colocated(
@@ -161,11 +174,12 @@ class WeightUpdater:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
+        timeline: Timeline | None = None,
     ) -> WeightUpdater:
         """Engines on the trainer's slots get references to shared memory; engines elsewhere, on CUDA, a broadcast."""
         device = source.parallel.device
         roles = colocated_roles(engines, source.parallel.world_size, host_memory=device.type == "cpu")
-        return cls._from_roles(source, engines, roles, bucket_bytes, timeout_s)
+        return cls._from_roles(source, engines, roles, bucket_bytes, timeout_s, timeline)
 
     @classmethod
     def split(
@@ -175,9 +189,10 @@ class WeightUpdater:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
+        timeline: Timeline | None = None,
     ) -> WeightUpdater:
         """Every engine gets broadcasts from trainer rank 0."""
-        return cls._from_roles(source, engines, split_roles(engines), bucket_bytes, timeout_s)
+        return cls._from_roles(source, engines, split_roles(engines), bucket_bytes, timeout_s, timeline)
 
     @classmethod
     def disk(
@@ -189,16 +204,17 @@ class WeightUpdater:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
+        timeline: Timeline | None = None,
     ) -> WeightUpdater:
         """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them.
 
         In between `post_write` is called on every rank, with the folder of the push.
         """
         check_without_stages(engines)
-        servers, sizes = _connect(engines, timeout_s)
+        servers, sizes = _connect(engines, timeout_s, timeline)
         leads = source.parallel.rank == LEAD
         transports = [DiskTransport(servers, folder, source.parallel.device)] if leads else []
-        made = cls(source, servers, sizes, transports, {LEAD}, bucket_bytes)
+        made = cls(source, servers, sizes, transports, {LEAD}, bucket_bytes, timeline=timeline)
         made._delivery = Delivery(made._ranks, transports[0] if leads else None, post_write)
         return made
 
@@ -210,8 +226,9 @@ class WeightUpdater:
         roles: Roles,
         bucket_bytes: int,
         timeout_s: float,
+        timeline: Timeline | None,
     ) -> WeightUpdater:
-        servers, sizes = _connect(engines, timeout_s)
+        servers, sizes = _connect(engines, timeout_s, timeline)
         rank, device = source.parallel.rank, source.parallel.device
         links = []
         for number, suppliers in roles.sharing.items():
@@ -225,13 +242,23 @@ class WeightUpdater:
             remote, remote_sizes = [servers[n] for n in roles.remote], [sizes[n] for n in roles.remote]
             transports.append(DistributedTransport(remote, remote_sizes, device, timeout_s))
         with_stages = [number for number, engine in enumerate(engines) if engine.has_stages]
-        return cls(source, servers, sizes, transports, roles.senders, bucket_bytes, with_stages)
+        return cls(
+            source, servers, sizes, transports, roles.senders, bucket_bytes, with_stages, PAUSE_BETWEEN_S, timeline
+        )
 
-    def push(self, model: nn.Module | Sequence[nn.Module], *, version: str, check_equal: bool = False) -> PushReport:
+    def push(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        version: str,
+        check_equal: bool = False,
+        running: RunningRequests = "abort",
+    ) -> PushReport:
         """Brings the weights of `model` into every server; collective over all trainer ranks.
 
         `model` is what this rank holds: a bare GPTModel, or its virtual stages. With `check_equal` every tensor in
-        every server is compared with the trainer's before any server goes on. A push that fails is repeated up to
+        every server is compared with the trainer's before any server goes on. Running requests are given back ("abort")
+        or go on with the new weights and recomputed keys and values ("retract"). A push that fails is repeated up to
         `ATTEMPTS` times, while all servers answer. Raises WeightSyncError, on every rank, with the reason and with how
         each server stands; no server goes on then.
         """
@@ -239,10 +266,11 @@ class WeightUpdater:
         attempt, done = 1, None
         while done is None:
             try:
-                done = self._attempt(model, version, check_equal)
+                done = self._attempt(model, version, check_equal, running)
             except WeightSyncError as error:
                 self._after_failure(error, version, attempt)
                 attempt += 1
+        self._timeline.mark("servers go on")
         self._ranks.on_lead(self._go_on)
         for transport in self._transports:
             transport.release()
@@ -255,10 +283,12 @@ class WeightUpdater:
             transport.close()
 
     def _attempt(
-        self, model: nn.Module | Sequence[nn.Module], version: str, check_equal: bool
+        self, model: nn.Module | Sequence[nn.Module], version: str, check_equal: bool, running: RunningRequests
     ) -> tuple[tuple[int, int], float]:
         """Brings the weights into every server, all of which stay stopped; ((bytes, buckets), seconds of the check)."""
-        self._ranks.on_lead(self._begin)
+        self._timeline.mark("stop servers")
+        self._ranks.on_lead(lambda: self._begin(running))
+        self._timeline.mark("send buckets")
         if self._delivery is not None:
             self._delivery.begin(version)
         sent = max(self._ranks.together(lambda: self._send(model)))
@@ -266,9 +296,11 @@ class WeightUpdater:
             self._delivery.finish()
         started = time.monotonic()
         if check_equal:
+            self._timeline.mark("check equality")
             self._ranks.together(lambda: self._check_equal(model))
         check_seconds = time.monotonic() - started
-        self._ranks.on_lead(lambda: self._commit(version))
+        self._timeline.mark("commit")
+        self._ranks.on_lead(lambda: self._commit(version, running))
         return sent, check_seconds
 
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
@@ -285,11 +317,11 @@ class WeightUpdater:
         logger.warning("attempt %d to push weight version %s failed and is repeated: %s", attempt, version, error)
         time.sleep(self._pause_between_s)
 
-    def _begin(self) -> None:
-        on_all(self._servers, lambda server: server.begin_weight_update(), "stopping for new weights")
+    def _begin(self, running: RunningRequests) -> None:
+        on_all(self._servers, lambda server: server.begin_weight_update(running), "stopping for new weights")
 
-    def _commit(self, version: str) -> None:
-        on_all(self._servers, lambda server: server.commit_weight_update(version), "naming the new weights")
+    def _commit(self, version: str, running: RunningRequests) -> None:
+        on_all(self._servers, lambda server: server.commit_weight_update(version, running), "naming the new weights")
         reported = on_all(self._servers, lambda server: server.weight_version(), "asking for the weight version")
         other = {server.url: found for server, found in zip(self._servers, reported, strict=True) if found != version}
         if other:
@@ -405,6 +437,11 @@ def _post_write(args: Arguments, engines: Sequence[EngineEndpoint]) -> Callable[
     return lambda folder: function(args, folder, list(engines))
 
 
-def _connect(engines: Sequence[EngineEndpoint], timeout_s: float) -> tuple[list[ServerControl], list[int]]:
+def _connect(
+    engines: Sequence[EngineEndpoint], timeout_s: float, timeline: Timeline | None
+) -> tuple[list[ServerControl], list[int]]:
     """A control for each engine, and its tensor-parallel size."""
-    return [SglangServerControl(e.url, timeout_s) for e in engines], [e.tensor_parallel for e in engines]
+    controls: list[ServerControl] = [SglangServerControl(e.url, timeout_s) for e in engines]
+    if timeline is not None:
+        controls = [traced(control, timeline) for control in controls]
+    return controls, [e.tensor_parallel for e in engines]

@@ -32,16 +32,19 @@ class RecordingServer:
     ) -> None:
         self.url = url
         self.calls: list[str] = []
+        self.running: list[str] = []
         self.tensors: dict[str, Tensor] = {}
         self.version = "default"
         self._fails_at, self._failures = fails_at, failures
         self._error, self._gone = error or gone or RuntimeError("out of memory"), gone
         self._reports = reports
 
-    def begin_weight_update(self) -> None:
+    def begin_weight_update(self, running: str) -> None:
+        self.running.append(running)
         self.calls.append("begin")
 
-    def commit_weight_update(self, version: str) -> None:
+    def commit_weight_update(self, version: str, running: str) -> None:
+        self.running.append(running)
         self.calls.append(f"commit {version}")
         self.version = version
 

@@ -115,6 +115,16 @@ def test_a_server_that_keeps_its_old_version_is_named_with_both_versions():
         updater_for(*servers).push(random_model(1), version="3")
 
 
+def test_requests_are_given_back_unless_they_are_to_go_on_and_every_attempt_says_so():
+    server = RecordingServer("http://a", fails_at=1, failures=1)
+    updater = updater_for(server)
+    assert updater.push(random_model(1), version="1", running="retract").attempts == 2
+    assert server.running == ["retract"] * 3  # two beginnings and one end
+    server.running.clear()
+    updater.push(random_model(1), version="2")
+    assert server.running == ["abort"] * 2
+
+
 def test_a_refused_bucket_makes_the_whole_push_begin_again():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1, failures=2)]
     report = updater_for(*servers).push(random_model(1), version="3", check_equal=True)
