@@ -57,6 +57,8 @@ def _layout(args: Arguments) -> None:
         args.data_parallel_size = max(args.actor_num_gpus // model_slots, 1)
     if args.colocate and args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.actor_num_gpus
+    if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # theirs, for what is counted per slot
+        args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
     _pipeline(args)
 
 

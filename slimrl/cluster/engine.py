@@ -44,8 +44,13 @@ class Engine:
         self._actors = [self._actor(rank, part) for rank, part in enumerate(parts)]
         self._watches = [actor.watch.remote() for actor in self._actors]
 
+    @property
+    def name(self) -> str:
+        """Which server it is, in messages and file names."""
+        return self.settings.name
+
     def _suffix(self, rank: int) -> str:
-        return self.settings.name + (f".node{rank}" if rank else "")
+        return self.name + (f".node{rank}" if rank else "")
 
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
         place, suffix = self._place, self._suffix(rank)

@@ -12,10 +12,15 @@ from slimrl import platform
 from slimrl.arguments import Arguments
 from slimrl.cluster.engine import ActorPlace, Engine
 from slimrl.cluster.engine_actor import ServerSettings
+from slimrl.cluster.external_engine import ExternalEngine, silence_of
 from slimrl.cluster.slots import Slots
 from slimrl.processes.memory import resident_gib
 from slimrl.sglang.router import RouterProcess
+from slimrl.sglang.router_control import RunningRouter
 from slimrl.weights.sync import EngineEndpoint
+
+AnyEngine = Engine | ExternalEngine
+AnyRouter = RouterProcess | RunningRouter
 
 READY_TIMEOUT_S = 900.0
 ROUTER_READY_TIMEOUT_S = 120.0
@@ -26,9 +31,9 @@ POLL_INTERVAL_S = 0.25
 class Fleet:
     """Running servers and their router. Made by `Fleet.start`, ended by `close`."""
 
-    engines: list[Engine]
+    engines: list[AnyEngine]
     endpoints: list[EngineEndpoint]
-    router: RouterProcess | None
+    router: AnyRouter
     router_url: str
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -37,8 +42,11 @@ class Fleet:
         """Starts every server, then the router; returns when all of them answer through it."""
         log_dir = Path(args.run_dir).absolute() / "logs"
         place = ActorPlace(log_dir, args.log_level, environment, Path.cwd())
-        engines = [
+        engines: list[AnyEngine] = [
             Engine(server_settings(args, index), parts, slots, place) for index, parts in enumerate(slots.engines)
+        ] or [
+            ExternalEngine(address, index, args.hf_checkpoint)
+            for index, address in enumerate(args.rollout_external_engine_addrs or ())
         ]
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
         endpoints = [engine.endpoint for engine in engines]
@@ -47,13 +55,18 @@ class Fleet:
         return cls(engines, endpoints, router, router_url)
 
     @staticmethod
-    def _start_router(args: Arguments, urls: list[str], log_path: Path) -> tuple[RouterProcess, str]:
-        router = RouterProcess(
-            host=ray.util.get_node_ip_address(),
-            options={"request_timeout_secs": args.sglang_router_request_timeout_secs, **args.router_options},
-            log_path=log_path,
-        )
-        router.start()
+    def _start_router(args: Arguments, urls: list[str], log_path: Path) -> tuple[AnyRouter, str]:
+        if args.sglang_router_ip is not None:
+            router: AnyRouter = RunningRouter(args.sglang_router_ip, args.sglang_router_port)
+            router.check()
+        else:
+            router = RouterProcess(
+                host=ray.util.get_node_ip_address(),
+                port=args.sglang_router_port,
+                options={"request_timeout_secs": args.sglang_router_request_timeout_secs, **args.router_options},
+                log_path=log_path,
+            )
+            router.start()
         router.wait_alive(ROUTER_READY_TIMEOUT_S)
         for url in urls:
             router.add_worker(url)
@@ -64,7 +77,8 @@ class Fleet:
         """Resident memory of the router and of every server, GiB by name."""
         answers = await asyncio.gather(*(engine.memory() for engine in self.engines))
         servers = {name: amount for answer in answers for name, amount in answer.items()}
-        return {"router_rss_gib": resident_gib(self.router.pid), **servers}
+        router = {} if self.router.pid is None else {"router_rss_gib": resident_gib(self.router.pid)}
+        return {**router, **servers}
 
     async def watch(self) -> str:
         """Pending while all servers and the router live; then the message of the first death, or of `close`."""
@@ -76,7 +90,7 @@ class Fleet:
             task.cancel()
         return closing.result() if closing in done else str(done.pop().result())
 
-    def renew(self, index: int) -> Engine:
+    def renew(self, index: int) -> AnyEngine:
         """Another server in the place of number `index`, not started; that one must have been ended."""
         self.engines[index] = self.engines[index].successor()
         return self.engines[index]
@@ -86,6 +100,8 @@ class Fleet:
         return "the fleet was closed"
 
     async def _watch_router(self) -> str:
+        if isinstance(self.router, RunningRouter):
+            return f"the SGLang router (--sglang-router-ip): {await silence_of(self.router.url)}"
         while (code := self.router.poll()) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         return (

@@ -15,7 +15,6 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -211,7 +210,7 @@ class Recovery:
                 await self._start(index)
             except (ProcessStartError, RayActorError, EngineError, OSError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                end = ServerEnd(f"SGLang server {place.engine.settings.name} did not start: {cause}")
+                end = ServerEnd(f"SGLang server {place.engine.name} did not start: {cause}")
                 continue
             end = await self._end_of(place)
 
@@ -228,14 +227,14 @@ class Recovery:
             what = (place.blamed if place.blamed.done() else illness).result()
         except RayActorError as error:  # its actor or the machine under it
             what = f"died with its actor: {_first_line(error)}"
-            return ServerEnd(f"SGLang server {engine.settings.name} ({engine.url}) {what}")
+            return ServerEnd(f"SGLang server {engine.name} ({engine.url}) {what}")
         finally:
             for watch in (death, illness):
                 watch.cancel()
-        log, lines = Path(), ""
+        log, lines = None, ""
         with contextlib.suppress(RayActorError):
             log, lines = await engine.last_log_lines()
-        return ServerEnd(f"SGLang server {engine.settings.name} ({engine.url}) {what}", log, lines)
+        return ServerEnd(f"SGLang server {engine.name} ({engine.url}) {what}", log, lines)
 
     async def _retire(self, place: _Place, end: ServerEnd) -> None:
         """Takes a lost server out of everything and ends what is left of it."""
@@ -261,9 +260,7 @@ class Recovery:
             self._starting.discard(index)
             self._tell_all()
         if self._weights_come:
-            self._event(
-                f"SGLang server {place.engine.settings.name} ({place.engine.url}) started and waits for weights"
-            )
+            self._event(f"SGLang server {place.engine.name} ({place.engine.url}) started and waits for weights")
         else:
             await self._admit([place], "started")
 
@@ -275,7 +272,7 @@ class Recovery:
             self._set_lists()
             await self._router.settle()
         for place in places:
-            self._event(f"SGLang server {place.engine.settings.name} ({place.engine.url}) {what} and serves")
+            self._event(f"SGLang server {place.engine.name} ({place.engine.url}) {what} and serves")
 
     def _any_left(self) -> bool:
         return bool(self._starting) or any(place.phase is not Phase.LOST for place in self._places)

@@ -37,7 +37,7 @@ class RouterKeeper:
         self.losses = 0  # since the last complete rollout
         self._router, self._monitor = router, monitor
         self._serving, self._tell = serving, tell
-        self._first_log = router.log_path
+        self._first_log = router.log_path  # None: a router of the user's, which its owner starts again
         self._life = 0
         self._restarts = 0
         self._turn = asyncio.Lock()
@@ -55,13 +55,13 @@ class RouterKeeper:
                 what = await self._loss()
                 self.losses += 1
                 if self.losses >= MAX_LOSSES:
-                    lines = f"last lines of {self._router.log_path}:\n{self._router.last_log_lines(20)}"
-                    return f"{name} {what}; {lines}\nit was lost {self.losses} times without a complete rollout"
-                self._tell(f"{name} {what} (log: {self._router.log_path}); it is started again")
+                    return f"{name} {what}; last lines of its log:\n{self._router.last_log_lines(20)}\nit was lost {self.losses} times without a complete rollout"
+                log = f" (log: {self._router.log_path})" if self._router.log_path is not None else ""
+                self._tell(f"{name} {what}{log}; it is started again")
                 async with self._turn:
                     try:
                         await asyncio.to_thread(self._restart)
-                    except ProcessStartError as error:
+                    except (ProcessStartError, EngineError) as error:
                         logger.warning("%s did not start: %s", name, error)
                         continue
                 self._restarts += 1
@@ -99,7 +99,8 @@ class RouterKeeper:
     def _restart(self) -> None:
         self._life += 1
         first = self._first_log
-        self._router.restart(first.with_name(f"{first.stem}.{self._life}{first.suffix}"))
+        log = None if first is None else first.with_name(f"{first.stem}.{self._life}{first.suffix}")
+        self._router.restart(log)
         self._router.wait_alive(ROUTER_READY_TIMEOUT_S)
 
     def _settle(self) -> bool:

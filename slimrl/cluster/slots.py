@@ -43,7 +43,7 @@ class SlotPlan:
 def plan_slots(args: Arguments) -> SlotPlan:
     """Colocated: both from slot 0. Split: training first, rollout behind it. The reward model comes last."""
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    rollout = 0 if args.debug_train_only else args.rollout_num_gpus or 0
+    rollout = 0 if args.debug_train_only else args.rollout_slots
     per_engine = args.rollout_num_gpus_per_engine
     first = 0 if args.colocate else train
     others = max(train, first + rollout)

@@ -1,25 +1,18 @@
-"""The real sglang-router as a child process, and its list of servers.
-
-The router acts on additions and removals later than it answers, and it calls itself healthy without any server; the
-methods here return when the thing is done. Called by the fleet and by tests.
-"""
+"""The real sglang-router as a child process. Called by the fleet and by tests."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.processes import POLL_INTERVAL_S, ManagedProcess
-from slimrl.sglang.calls import answers, call
-from slimrl.sglang.errors import EngineError, EngineUnavailableError
+from slimrl.processes import ManagedProcess
+from slimrl.sglang.calls import answers
 from slimrl.sglang.flags import RESERVED_ROUTER, render_options, router_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
+from slimrl.sglang.router_control import RouterControl
 
-CALL_TIMEOUT_S = 10.0
-REMOVE_TIMEOUT_S = 30.0
 DEFAULTS: dict[str, Any] = {
     "log_level": "warn",
     # by default a dead server stays in use for more than a minute
@@ -36,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 
 
-class RouterProcess:
+class RouterProcess(RouterControl):
     """One router. `options` holds what the user typed after `--router-`, by the router's own names.
 
     `port` None: a free one is chosen when the process starts. `request_timeout_s` bounds one generation.
@@ -63,11 +56,6 @@ class RouterProcess:
         if self._wanted_port is None and not self._claims:
             raise RuntimeError("the router has no port yet: start it first")
         return self._wanted_port or self._claims[0].first
-
-    @property
-    def url(self) -> str:
-        """e.g. http://127.0.0.1:21000"""
-        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
@@ -103,31 +91,7 @@ class RouterProcess:
 
     def wait_ready(self, n_workers: int, timeout_s: float) -> None:
         """Waits until `n_workers` servers are in use. Raises ProcessStartError if the router dies or time is over."""
-        self._started().wait_until(lambda: self._ready(n_workers), timeout_s)
-
-    def add_worker(self, url: str) -> None:
-        """Registers a server; `wait_ready` tells when it is in use.
-
-        A server that was there before under the same URL is removed first: its circuit breaker may still be open.
-        """
-        self.remove_worker(url)
-        self._call("POST", "/workers", {"url": url})
-
-    def remove_worker(self, url: str) -> None:
-        """Unregisters a server and returns when it is gone; its requests in flight end normally."""
-        deadline = time.monotonic() + REMOVE_TIMEOUT_S
-        asked: set[str] = set()
-        while worker_ids := {worker["id"] for worker in self.workers() if worker["url"] == url}:
-            for worker_id in worker_ids - asked:
-                self._call("DELETE", f"/workers/{worker_id}")
-            asked |= worker_ids
-            if time.monotonic() > deadline:
-                raise EngineUnavailableError(f"the router {self.url} did not remove {url} in {REMOVE_TIMEOUT_S:g} s")
-            time.sleep(POLL_INTERVAL_S)
-
-    def workers(self) -> list[dict[str, Any]]:
-        """What the router knows of each server: "id", "url", "is_healthy", "load", ..."""
-        return self._call("GET", "/workers")["workers"]
+        self._started().wait_until(lambda: self.is_ready(n_workers), timeout_s)
 
     @property
     def pid(self) -> int:
@@ -147,16 +111,6 @@ class RouterProcess:
         if self._process is not None:
             self._process.stop(timeout_s)
         self._release_ports()
-
-    def _ready(self, n_workers: int) -> bool:
-        try:
-            healthy = sum(worker["is_healthy"] for worker in self.workers())
-        except EngineError:
-            return False
-        return healthy >= n_workers and (n_workers == 0 or answers(f"{self.url}/readiness"))
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return call(method, self.url + path, body, timeout_s=CALL_TIMEOUT_S)
 
     def _release_ports(self) -> None:
         for claim in self._claims:

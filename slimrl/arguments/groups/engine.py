@@ -14,15 +14,14 @@ class EngineArguments:
     sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)", at_least=1)
     sglang_router_ip: str | None = flag(
         None,
-        "address of a running router to use (slimrl starts its own)",
-        not_served="slimrl starts its own router; leave it out",
+        "host of a running router to use, which sends requests to no other servers; with --sglang-router-port (slimrl"
+        " starts its own)",
     )
     sglang_router_port: int | None = flag(
         None,
         "port of the router (a free one)",
         at_least=1,
         at_most=65535,
-        not_served="slimrl starts its own router on a free port; leave it out",
     )
     prefill_num_servers: int | None = flag(
         None,

@@ -118,15 +118,19 @@ class RolloutArguments:
     )
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
-        "running SGLang servers to use, as host:port",
+        "running SGLang servers to use in place of slimrl's own, as host:port; they are given weights and never ended",
         nargs="+",
-        not_served="slimrl starts its own servers; give --rollout-num-gpus",
     )
 
     @property
     def only_evaluates(self) -> bool:
         """True where nothing is trained and nothing generated to be trained on."""
         return self.num_rollout == 0
+
+    @property
+    def rollout_slots(self) -> int:
+        """Slots that this run reserves for engines: none where the engines are the user's."""
+        return 0 if self.rollout_external_engine_addrs else self.rollout_num_gpus or 0
 
     @property
     def has_own_rollout_function(self) -> bool:

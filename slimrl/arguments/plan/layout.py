@@ -55,7 +55,7 @@ def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
     Slots beyond what `nodes` have are put on a node that does not exist: the caller refuses the plan then.
     """
     train = 0 if args.debug_rollout_only else args.actor_num_gpus
-    rollout = 0 if args.debug_train_only else args.rollout_num_gpus or 0
+    rollout = 0 if args.debug_train_only else args.rollout_slots
     start = 0 if args.colocate else train
     size = args.rollout_num_gpus_per_engine
     engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))

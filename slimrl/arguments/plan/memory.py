@@ -68,7 +68,7 @@ def estimate(args: Arguments, *, slot_bytes: int | None = None, engine: EngineSe
     """
     shape = shape_of(args)
     stages = () if args.debug_rollout_only else training_memory(args)
-    if args.debug_train_only or not args.rollout_num_gpus:
+    if args.debug_train_only or not args.rollout_slots:
         return MemoryPlan(stages, None)
     settings = engine or EngineSettings.from_options(args.sglang_options)
     return MemoryPlan(stages, engine_memory(shape, settings, args.rollout_num_gpus_per_engine, slot_bytes))

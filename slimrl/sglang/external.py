@@ -1,0 +1,112 @@
+"""Whether a running SGLang server of the user's can serve a run: asked before anything is sent to it.
+
+Called by the external engines; everything that is wrong with a server is said at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimrl.sglang.calls import call
+from slimrl.sglang.errors import EngineError, EngineUnavailableError
+
+TIMEOUT_S = 10.0
+FLAG = "--rollout-external-engine-addrs"
+# what a run asks of a server besides generation; all are there in SGLang 0.5.18 and later
+NEEDED_PATHS = (
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/v1/loads",
+)
+# written by transformers itself, or about numbers that a server may hold in another format
+IGNORED_KEYS = {"transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExternalServer:
+    """A server that can be used. `started` tells it from another that its owner starts at the same address later."""
+
+    url: str
+    tensor_parallel_size: int
+    started: Any
+
+    def was_replaced(self) -> bool:
+        """Whether another server answers there now; False where none does."""
+        try:
+            return _identity(call("GET", f"{self.url}/server_info", timeout_s=TIMEOUT_S)) != self.started
+        except EngineError:
+            return False
+
+
+def inspect(address: str, hf_checkpoint: str) -> ExternalServer:
+    """The server at "host:port". Raises EngineError with a sentence for each thing that is wrong with it."""
+    url = f"http://{address}"
+    try:
+        server = call("GET", f"{url}/server_info", timeout_s=TIMEOUT_S)
+        model = call("GET", f"{url}/model_info", timeout_s=TIMEOUT_S)
+        paths = call("GET", f"{url}/openapi.json", timeout_s=TIMEOUT_S)["paths"]
+    except EngineUnavailableError as error:
+        raise EngineUnavailableError(f"{FLAG} {address}: no server answers there: {error}; start it first") from error
+    except (EngineError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"{FLAG} {address}: what answers there does not speak as an SGLang server without --api-key: {error}"
+        ) from error
+    wrong = [*_of_server(server, paths), *_of_model(model, Path(hf_checkpoint))]
+    if wrong:
+        raise EngineError("\n".join(f"{FLAG} {address}: {sentence}" for sentence in wrong))
+    return ExternalServer(url, server["tp_size"], _identity(server))
+
+
+def _identity(server: dict[str, Any]) -> Any:
+    return server.get("startup_time"), server.get("random_seed"), server.get("nccl_port")
+
+
+def _of_server(server: dict[str, Any], paths: dict[str, Any]) -> Iterator[str]:
+    missing = [path for path in NEEDED_PATHS if path not in paths]
+    if missing:
+        yield f"it runs SGLang {server.get('version')}, which has no {', '.join(missing)}: use 0.5.18 or later"
+    if server.get("pp_size", 1) > 1:
+        yield f"it has --pp-size {server['pp_size']}, and pipeline stages take no weights from other slots: leave it out"
+    if server.get("dp_size", 1) > 1 and not server.get("enable_dp_attention"):
+        yield f"it holds --dp-size {server['dp_size']} copies of the model: start them as servers of their own"
+    if server.get("quantization"):
+        yield (
+            f"it runs with --quantization {server['quantization']}, and weights are sent as the checkpoint has them:"
+            " leave it out"
+        )
+    if server.get("disaggregation_mode", "null") != "null":
+        yield f"it has --disaggregation-mode {server['disaggregation_mode']}: every engine must read and write"
+    if server.get("skip_tokenizer_init"):
+        yield "it has --skip-tokenizer-init and would return no text: leave it out"
+
+
+def _of_model(model: dict[str, Any], hf_checkpoint: Path) -> Iterator[str]:
+    if not model["is_generation"]:
+        yield f"it serves {model['model_path']}, which does not generate"
+        return
+    own = _config(hf_checkpoint)
+    theirs = Path(model["model_path"]) / "config.json"
+    if theirs.is_file():  # seen from here
+        other = _config(theirs.parent)
+        differ = sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key))
+    else:
+        differ = [key for key in ("model_type", "architectures") if model.get(key) not in (None, own.get(key))]
+    if differ:
+        yield (
+            f"it serves {model['model_path']}, whose config.json differs from that of --hf-checkpoint {hf_checkpoint}"
+            f" in {', '.join(differ)}: serve the model that is trained"
+        )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in config.items() if key not in IGNORED_KEYS}

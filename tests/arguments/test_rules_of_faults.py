@@ -1,0 +1,101 @@
+"""Rules about what may fail, and about engines and routers of the user's own.
+
+Each rule lets a split run pass, and says what is wrong in one sentence.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import PassthroughFlag, read_args
+from slimrl.arguments.rules import TRAINING_RULES
+
+TABLES = {
+    "sglang": lambda: {"mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float)},
+    "router": lambda: {"policy": PassthroughFlag("policy", type=str)},
+}
+TRAINERS = "--actor-num-nodes 1 --actor-num-gpus-per-node 2"
+EXTERNAL = "--rollout-external-engine-addrs"
+ONE = f"{EXTERNAL} 10.0.0.1:30000"
+
+# rule -> (what passes when appended to the trainers' slots, what does not and the sentence for it)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "limits_belong_to_what_they_limit": (
+        [
+            "--rollout-num-gpus 6 --use-fault-tolerance --rollout-health-check-interval 60",
+            "--rollout-num-gpus 6 --skip-failed-samples --max-failed-samples 0",
+        ],
+        [
+            (
+                "--rollout-num-gpus 6 --rollout-health-check-timeout 60",
+                "--rollout-health-check-timeout 60 belongs to --use-fault-tolerance: add that, or leave this out.",
+            ),
+            (
+                "--rollout-num-gpus 6 --max-failed-samples 3",
+                "--max-failed-samples 3 belongs to --skip-failed-samples: add that, or leave this out.",
+            ),
+        ],
+    ),
+    "router_has_an_address": (
+        [
+            "--rollout-num-gpus 6 --sglang-router-ip 10.0.0.9 --sglang-router-port 30000",
+            "--rollout-num-gpus 6 --sglang-router-port 30000 --router-policy round_robin",
+        ],
+        [
+            (
+                "--rollout-num-gpus 6 --sglang-router-ip 10.0.0.9",
+                "--sglang-router-ip 10.0.0.9 is a running router: say on which port, --sglang-router-port.",
+            ),
+            (
+                "--rollout-num-gpus 6 --sglang-router-ip 10.0.0.9 --sglang-router-port 1 --router-policy round_robin",
+                "--router-policy is for a router that slimrl starts, and --sglang-router-ip 10.0.0.9 runs already: give"
+                " it to that one, or leave --sglang-router-ip out.",
+            ),
+        ],
+    ),
+    "external_engines_are_apart": (
+        [ONE, f"{ONE} host:1 --use-fault-tolerance", f"{EXTERNAL} [::1]:30000 --rollout-num-gpus-per-engine 8"],
+        [
+            (
+                f"{EXTERNAL} http://10.0.0.1:30000",
+                f"{EXTERNAL} http://10.0.0.1:30000 is no address: give host:port, such as 10.0.0.1:30000.",
+            ),
+            (f"{ONE} 10.0.0.1:30000", f"{EXTERNAL} names a server twice: give each once."),
+            (
+                f"{ONE} --rollout-num-gpus 6",
+                "--rollout-num-gpus is for servers that slimrl starts on its slots, and --rollout-external-engine-addrs"
+                " names running ones: leave one of the two out.",
+            ),
+            (
+                f"{ONE} --sglang-mem-fraction-static 0.8",
+                "--sglang-mem-fraction-static is for servers that slimrl starts, and those of"
+                " --rollout-external-engine-addrs run already: start them with it, and leave it out here.",
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
+def test_what_keeps_a_rule_passes(recipe, rule, more):
+    _, problems = read_args(recipe.line(more, placement=TRAINERS), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
+    _, problems = read_args(recipe.line(more, placement=TRAINERS), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == [sentence]
+
+
+def test_every_rule_of_faults_is_tested():
+    assert {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".faults")} == set(CASES)
+
+
+def test_external_engines_need_no_slots_of_this_run(recipe):
+    line = recipe.line(f"{ONE} 10.0.0.2:30000 --rollout-num-gpus-per-engine 4", placement=TRAINERS)
+    args, problems = read_args(line, passthrough=TABLES)
+    assert problems == []
+    assert (args.rollout_slots, args.rollout_num_gpus) == (0, 8)

@@ -1,0 +1,63 @@
+"""A server that somebody else started serves a run: it is checked, given weights, and goes on afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from slimrl.sglang.calls import call
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.errors import EngineError, EngineUnavailableError
+from slimrl.sglang.external import inspect
+from tests.end_to_end import harness
+from tests.end_to_end.serving import served
+from tests.megatron.launch import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def url(tiny, tmp_path_factory):
+    with served(tiny.model, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+def test_a_running_server_is_given_the_weights_and_never_ended(url, tiny, tmp_path):
+    flags = tiny.flags(
+        actor_num_gpus_per_node=1,
+        num_rollout=2,
+        rollout_external_engine_addrs=url.removeprefix("http://"),
+        check_weight_update_equal=True,
+        sglang_enable_deterministic_inference=None,
+        sglang_disable_radix_cache=None,
+    )
+    done = harness.start("train.py", flags, tmp_path, "external", tiny.home).finish(200)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert done.steps("weight_version") == ["0", "1"]
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
+    assert not list((done.run_dir / "logs").glob("sglang*"))
+    assert ServerControl(url).weight_version() == "2"
+    assert call("POST", f"{url}/generate", {"text": "1+1="}, timeout_s=30)["text"]
+
+
+def test_a_server_is_looked_at_before_it_is_used(url, tiny, tmp_path):
+    address = url.removeprefix("http://")
+    assert inspect(address, str(tiny.model)).tensor_parallel_size == 1
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny.model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7, "rms_norm_eps": 0.5}))
+    with pytest.raises(EngineError) as caught:
+        inspect(address, str(other))
+    assert str(caught.value) == (
+        f"--rollout-external-engine-addrs {address}: it serves {tiny.model}, whose config.json differs from that of"
+        f" --hf-checkpoint {other} in num_hidden_layers, rms_norm_eps: serve the model that is trained"
+    )
+
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(EngineUnavailableError, match=f"{nobody}: no server answers there: .* start it first"):
+        inspect(nobody, str(tiny.model))

@@ -1,0 +1,57 @@
+"""Servers and the router are killed and stopped at random moments: every sample is trained on once, and the run ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.end_to_end import faults, harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+STEPS, SEED = 24, 3
+KINDS = [("server", signal.SIGKILL), ("server", signal.SIGSTOP), ("router", signal.SIGKILL)]
+
+
+def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(tiny, tmp_path):
+    dumps = tmp_path / "dumps" / "{rollout_id}.jsonl"
+    flags = tiny.flags(
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=2,
+        num_rollout=STEPS,
+        rollout_shuffle=None,
+        sglang_max_running_requests=2,
+        use_fault_tolerance=True,
+        rollout_health_check_interval=0.5,
+        rollout_health_check_timeout=2,
+        save_debug_rollout_data=dumps,
+    )
+    started = harness.start("train.py", flags, tmp_path, "faults", tiny.home)
+    hits = faults.strike(started, faults.plan(SEED, KINDS, range(1, STEPS - 8), 0.3), SEED, 150)
+    done = started.finish(150)
+    print("\n".join(["", *hits, *faults.fault_lines(done.output)]))
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+
+    prompts = [
+        json.loads(line)["prompt"][0]["content"] for line in (tiny.folder / "train.jsonl").read_text().splitlines()
+    ]
+    recorded = faults.rollouts(dumps, STEPS)
+    assert [len(samples) for samples in recorded] == [32] * STEPS
+    faults.assert_accounts(recorded, prompts, group_size=4)
+    # a replaced server with the weights that it started from would give other log-probabilities than training does
+    for step, samples in enumerate(recorded):
+        assert {version for sample in samples for version in sample.weight_versions} == {str(step)}
+        right = [sample.label in sample.response for sample in samples]
+        assert sum(bool(sample.reward) for sample in samples) <= sum(right)
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
+    rewards = [sum(sample.reward for sample in samples) / 32 for samples in recorded]
+    assert done.steps("reward") == pytest.approx(rewards)
+
+    counted = {name: sum(done.steps(f"rollout/faults/{name}")) for name in ("servers_lost", "router_restarts")}
+    assert counted == {"servers_lost": 2, "router_restarts": 1}
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert {"router.log", "router.1.log"} <= logs
+    assert sum(name.startswith("sglang") for name in logs) == 4
+    assert "died with exit code -9 (log: " in done.output and "has had stopped processes, sglang::scheduler" in done.output
