@@ -113,6 +113,10 @@ class ContinuousRollout:
         self._admit()
         return Taken([finished.group for finished in chosen], filtered, len(self._ready), too_old)
 
+    def take_failures(self) -> dict[str, float]:
+        """Metrics of the samples that failed and were skipped since this was asked last."""
+        return self._flights.failed.take_metrics()
+
     def drawn(self) -> Drawn:
         """All that the data source gave and that was neither handed out nor dropped by the filter."""
         return Drawn([flight.drawn for flight in self._under_way], list(self._ready))
@@ -155,15 +159,19 @@ class ContinuousRollout:
         while True:
             flight = await self._flights.next_flight()
             began = self._under_way.pop(flight)
-            group = flight.group()
-            oldest = min(oldest_version(sample, began) for sample in group)
-            finished = Finished(group, flight.drawn, oldest)
-            if self._is_too_old(finished):
-                self._begin_anew(finished)
-            elif self._collector.add(group):
-                self._ready.append(finished)
+            if not flight.left_out:
+                self._take_in(flight, began)
             self._admit()
             self._tell()
+
+    def _take_in(self, flight: Flight, began: int) -> None:
+        group = flight.group()
+        oldest = min(oldest_version(sample, began) for sample in group)
+        finished = Finished(group, flight.drawn, oldest)
+        if self._is_too_old(finished):
+            self._begin_anew(finished)
+        elif self._collector.add(group):
+            self._ready.append(finished)
 
     def _is_too_old(self, finished: Finished) -> bool:
         return self._next - finished.oldest > self._bound

@@ -1,7 +1,7 @@
 """Samples in which a function of the user's raised: they end the run, or are skipped up to a limit.
 
 Promises that only functions of the user's are forgiven, never an engine or slimrl itself, and that every failure that
-is skipped is counted and logged with its traceback. Made by the rollout loop for one rollout.
+is skipped is counted and logged with its traceback. Used by `Flights`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SampleError(RuntimeError):
 
 
 class FailedSamples:
-    """Counts the samples of one rollout that were skipped."""
+    """Counts the samples that were skipped since the rollout before."""
 
     def __init__(self, args: Arguments) -> None:
         """By `--skip-failed-samples` and `--max-failed-samples`."""
@@ -46,9 +46,10 @@ class FailedSamples:
             ) from error
         logger.warning("its group is left out (--skip-failed-samples): %s", error)
 
-    def metrics(self) -> dict[str, float]:
-        """The count, where failures may be skipped."""
-        return {"rollout/failed_samples": float(self.count)} if self._skips else {}
+    def take_metrics(self) -> dict[str, float]:
+        """The count, where failures may be skipped; the next rollout's begins."""
+        count, self.count = self.count, 0
+        return {"rollout/failed_samples": float(count)} if self._skips else {}
 
 
 def is_from_engine(error: BaseException) -> bool:

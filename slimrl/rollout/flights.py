@@ -14,6 +14,7 @@ from collections.abc import Callable
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.rollout.engine import StoppableEngine
+from slimrl.rollout.failures import FailedSamples, SampleError
 from slimrl.rollout.metrics import START_ROLLOUT_ID
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sampling import SamplingPlan
@@ -25,6 +26,7 @@ class Flight:
     """One group on its way; `made` is what became of each sample, `drawn` the group as the data source gave it.
 
     `drawn` is empty where no group is ever generated anew. `generated` is set when no sample waits for an engine.
+    `left_out` is a group in which a sample failed (`--skip-failed-samples`).
     """
 
     drawn: list[Sample]
@@ -32,6 +34,7 @@ class Flight:
     generating: int
     generated: asyncio.Event
     task: asyncio.Task[None] | None = None
+    left_out: bool = False
 
     def group(self) -> list[Sample]:
         """The samples as far as they have come."""
@@ -60,6 +63,7 @@ class Flights:
         self._engine = engine
         self._plan = plan
         self._policy = SamplePolicy.for_training(args)
+        self.failed = FailedSamples(args)
         self._may_start_again = keep_drawn or args.dynamic_sampling_filter_path is not None and not args.partial_rollout
         self._flights: set[Flight] = set()
         self._finished: asyncio.Queue[Flight] = asyncio.Queue()
@@ -79,15 +83,16 @@ class Flights:
         self._flights.add(flight)
         return flight
 
-    async def next(self) -> list[Sample]:
-        """The next group to finish. Raises SampleError."""
-        return (await self.next_flight()).group()
+    async def next(self) -> list[Sample] | None:
+        """The next group to finish, None for one that is `left_out`. Raises SampleError."""
+        flight = await self.next_flight()
+        return None if flight.left_out else flight.group()
 
     async def next_flight(self) -> Flight:
         """The same, with all that is known of it."""
         flight = await self._finished.get()
         self._flights.discard(flight)
-        flight.task.result()
+        self._check(flight)
         return flight
 
     async def land(self) -> list[list[Sample]]:
@@ -108,7 +113,8 @@ class Flights:
         if not partial:
             await self._engine.stop()
         for flight in ended:
-            flight.task.result()
+            self._check(flight)
+        ended = [flight for flight in ended if not flight.left_out]
         self._flights.clear()
         whole = ended + under_way if partial else [] if self._args.discard_surplus_groups else ended
         groups = [flight.group() for flight in whole]
@@ -119,6 +125,14 @@ class Flights:
     async def cancel(self) -> None:
         """Ends every task; what they had is lost."""
         await cancel_and_wait(flight.task for flight in self._flights)
+
+    def _check(self, flight: Flight) -> None:
+        """Notes what became of a group that has ended. Raises SampleError unless that is skipped."""
+        try:
+            flight.task.result()
+        except SampleError as error:
+            self.failed.skip(error)
+            flight.left_out = True
 
     def _end(self, flight: Flight) -> None:
         flight.generated.set()  # a task that fails or is cancelled does not come to it

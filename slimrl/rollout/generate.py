@@ -133,20 +133,22 @@ class RolloutGenerator:
                     wave = max(missing, args.over_sampling_batch_size) if over_samples else missing
                     for group in data_source.get_samples(wave):
                         flights.launch(group)
-                collector.add(await flights.next())
+                if (group := await flights.next()) is not None:
+                    collector.add(group)
             surplus = in_order(await flights.land())
         finally:
             await flights.cancel()
         data_source.add_samples(surplus)
         self._show(collector.accepted, collector.dropped, data_source)
-        return RolloutOutput(in_order(collector.accepted), self._metrics(rollout_id, collector, surplus))
+        metrics = self._metrics(rollout_id, collector, surplus) | flights.failed.take_metrics()
+        return RolloutOutput(in_order(collector.accepted), metrics)
 
     async def _continuous_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """A full batch of those that are on their way, and where the data stand in that very moment."""
         self._trace.begin()
         taken = await self.continuous.take(rollout_id)
         self._show(taken.groups, taken.filtered.dropped, data_source)
-        metrics = {"rollout/staleness/dropped": float(taken.too_old)}
+        metrics = {"rollout/staleness/dropped": float(taken.too_old), **self.continuous.take_failures()}
         if self._filter is not None:
             metrics |= dynamic_filter_metrics(taken.filtered.drops, taken.left)
         data_state = self.continuous.drawn().added_to(data_source.state_dict())
