@@ -197,5 +197,31 @@ def test_the_page_has_every_flag_with_its_call_and_examples_that_keep_it(contrac
     call = hooks.expectation(contract).removeprefix("expected is ").removeprefix("async or ordinary ")
     for row in rows_of(contract):
         assert f"`{call}`" in row[2]
-        for path in re.findall(r"`([a-z_.]+)`", row[5]):
+        examples = re.findall(r"`([a-z_.]+)`", row[5])
+        assert any(path.startswith("examples.") for path in examples)
+        for path in examples:
             hooks.resolve(path, contract)
+
+
+def test_the_page_has_no_flag_without_a_contract_and_names_files_that_are_there():
+    flags = {flag.strip() for contract in CONTRACTS for flag in contract.__doc__.split(":")[0].split(",")}
+    rows = {flag: row for flag, row in ROWS.items() if flag.startswith("`--")}
+    assert rows.keys() == flags | {"`--data-source-path`"}
+    for row in rows.values():
+        assert (PAGE.parents[1] / "slimrl" / row[4].strip().strip("`")).exists()
+
+
+def test_what_a_function_raises_is_told_with_its_own_lines(tmp_path):
+    (tmp_path / "slimrl_raises.py").write_text(
+        "def keep(args, samples):\n    return inner(samples)\n\ndef inner(x):\n    return x[0]\n"
+    )
+    call = hooks.named("--dynamic-sampling-filter-path", "slimrl_raises.keep", hooks.DynamicSamplingFilter)
+    with pytest.raises(hooks.HookFailedError) as caught:
+        call(None, [])
+    file = tmp_path / "slimrl_raises.py"
+    assert str(caught.value).splitlines() == [
+        "--dynamic-sampling-filter-path slimrl_raises.keep raised IndexError: list index out of range",
+        f"  {file}:2 in keep: return inner(samples)",
+        f"  {file}:5 in inner: return x[0]",
+    ]
+    assert call.__name__ == "keep" and isinstance(caught.value.__cause__, IndexError)

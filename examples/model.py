@@ -1,0 +1,50 @@
+"""A model and layers of one's own, whose weights have the names of the family's table.
+
+--custom-model-provider-path examples.model.frozen_embedding
+--spec examples.model watched_layers
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from slimrl.arguments import Arguments
+from slimrl.megatron.model import policy_model
+from slimrl.megatron.spec import block_spec
+
+LIMIT = 1e4
+
+
+def frozen_embedding(
+    pre_process: bool, post_process: bool, vp_stage: int | None = None, *, args: Arguments, config: TransformerConfig
+) -> GPTModel:
+    """slimrl's own model, whose embedding is not trained."""
+    model = policy_model(args, config, pre_process, post_process, vp_stage)
+    if pre_process:
+        model.embedding.word_embeddings.weight.requires_grad = False
+    return model
+
+
+class WatchedLayer(TransformerLayer):
+    """A layer that stops where what it adds up grows without bound, and says which layer that is."""
+
+    def forward(self, *inputs: Any, **settings: Any) -> Any:
+        """As megatron-core's. Raises FloatingPointError for hidden states above `LIMIT`."""
+        hidden, *rest = super().forward(*inputs, **settings)
+        largest = float(hidden.detach().abs().max())
+        if not largest <= LIMIT:
+            raise FloatingPointError(f"layer {self.layer_number} has hidden states of {largest:g}, above {LIMIT:g}")
+        return hidden, *rest
+
+
+def watched_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """slimrl's own layers, each of them watched."""
+    block = block_spec(config, vp_stage)
+    for layer in block.layer_specs:
+        layer.module = WatchedLayer
+    return block
