@@ -94,7 +94,7 @@ def ks_of(n: int) -> list[int]:
 
 def is_repetitive(text: str) -> bool:
     """Whether the last 10 000 characters shrink more than tenfold under zlib; prose shrinks two- to fourfold."""
-    tail = text[-_REPETITION_TAIL_CHARS:].encode()
+    tail = text[-_REPETITION_TAIL_CHARS:].encode(errors="replace")
     return len(tail) >= _REPETITION_MIN_CHARS and len(tail) > _REPETITION_RATIO * len(zlib.compress(tail, 1))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import select
 import threading
@@ -61,7 +62,7 @@ class GraderPool:
 
         Raises GraderUnavailable where graders cannot be started or the pool is closed.
         """
-        line = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        line = encoded(request) + b"\n"
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -199,6 +200,14 @@ class _Dispatcher:
 def default_size() -> int:
     """Graders for this machine: a quarter of its cores, at least two, at most sixteen."""
     return max(2, min(16, (os.cpu_count() or 1) // 4))
+
+
+def encoded(request: dict[str, Any]) -> bytes:
+    """The request as JSON. Half characters (lone surrogates), which are no text, become question marks."""
+    try:
+        return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:
+        return json.dumps(request, ensure_ascii=False, default=lambda array: array.tolist()).encode(errors="replace")
 
 
 def _set_results(results: list[tuple[asyncio.Future[dict[str, Any]], dict[str, Any] | Exception]]) -> None:

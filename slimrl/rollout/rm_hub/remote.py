@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub.grader_pool import encoded
 
 ATTEMPTS = 5
 TIME_LIMIT_S = 120.0
@@ -62,14 +63,8 @@ class RemoteReward:
         Raises RemoteRefused on a 4xx, RemoteUnreachable when all attempts failed, RemoteRewardError on a reply that is
         neither a number nor a JSON object.
         """
-        body = orjson.dumps(
-            {
-                "prompt": sample.prompt,
-                "response": sample.response if response is None else response,
-                "label": sample.label,
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
+        text = sample.response if response is None else response
+        body = encoded({"prompt": sample.prompt, "response": text, "label": sample.label})
         return self._parsed(await self.ask(body))
 
     async def ask(self, body: bytes) -> bytes:

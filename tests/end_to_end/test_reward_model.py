@@ -1,0 +1,49 @@
+"""Training on the judgement of a reward model that the run itself starts, on a slot of its own."""
+
+import pytest
+
+from slimrl.observability import dump
+from tests.end_to_end import harness
+from tests.reward_models import logits, write_reward_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    judge = write_reward_model(tmp_path / "judge", tokenizer, "Qwen3", seed=5)
+    template = str(tmp_path / "dump" / "{rollout_id}.jsonl")
+    flags = tiny.flags(
+        rm_type="reward_model",
+        rm_model=judge,
+        label_key=None,
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=1,
+        rollout_batch_size=4,
+        num_rollout=2,
+        eval_interval=2,
+        skip_eval_before_train=True,
+        eval_prompt_data=["sums", f"{tiny.folder / 'eval.jsonl'}@[0:4]"],
+        save_debug_rollout_data=template,
+    )
+    done = harness.start("train.py", flags, tmp_path, "judged", tiny.home).finish(200)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    trained = [sample for number in (0, 1) for sample in dump.load_rollout(template, number).samples]
+    evaluated = dump.load_rollout(template, 2, evaluation=True).samples
+    read = [
+        tokenizer.apply_chat_template(
+            [*sample.metadata["prompt_messages"], {"role": "assistant", "content": sample.response}], return_dict=False
+        )
+        for sample in [*trained, *evaluated]
+    ]
+    rewards = [sample.reward for sample in [*trained, *evaluated]]
+    assert len(trained) == 2 * 4 * 4 and len(evaluated) == 4
+    assert rewards == pytest.approx(logits(judge, read), abs=1e-4)
+    assert len(set(rewards)) > len(rewards) // 2
+    means = [sum(rewards[first : first + 16]) / 16 for first in (0, 16)]
+    assert done.steps("reward") == pytest.approx(means, abs=1e-4)
+    # the policy's engine and the reward model have logs of their own
+    assert {"sglang0.log", "sglang_reward0.log"} <= {path.name for path in (done.run_dir / "logs").iterdir()}
