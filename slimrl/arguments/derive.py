@@ -116,7 +116,7 @@ def _batch(args: Arguments) -> None:
     if args.rollout_batch_size is None and args.only_evaluates:
         args.rollout_batch_size = args.data_parallel_size * args.micro_batch_size  # nothing is trained on it
     if args.rollout_batch_size is not None:
-        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        samples = args.prompts_trained_per_rollout * args.n_samples_per_prompt
         if args.global_batch_size is None:
             args.num_steps_per_rollout = args.num_steps_per_rollout or 1
             args.global_batch_size = samples // args.num_steps_per_rollout
@@ -142,6 +142,11 @@ def _lengths(args: Arguments) -> None:
 
 
 def _names(args: Arguments) -> None:
+    if args.dump_details is not None:
+        if args.save_debug_rollout_data is None:
+            args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.jsonl"
+        if args.save_debug_train_data is None:
+            args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
     if args.run_name is None:
         args.run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     args.run_dir = str(Path(args.runs_dir) / args.run_name)

@@ -121,6 +121,12 @@ class Arguments(
     """Every flag and everything derived from them, one attribute each."""
 
     @property
+    def prompts_trained_per_rollout(self) -> int:
+        """Groups that a rollout brings to training, `--rollout-batch-size` but for a subsampled replay."""
+        part = self.load_debug_rollout_data_subsample
+        return self.rollout_batch_size if part is None else max(1, int(self.rollout_batch_size * part))
+
+    @property
     def run_path(self) -> Path:
         """`run_dir` as a Path."""
         return Path(self.run_dir)

@@ -69,6 +69,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.hooks import HookFailedError
     from slimrl.observability.logs import setup_logging
     from slimrl.observability.prometheus import PrometheusError
+    from slimrl.observability.run_checks import RunCheckError
     from slimrl.processes import ProcessStartError
     from slimrl.rollout.failures import SampleError
     from slimrl.sglang.errors import EngineError
@@ -91,6 +92,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
         WaitedTooLongError,
         SampleError,
         HookFailedError,
+        RunCheckError,
     ) as error:
         logger.error("%s", error)
         return EXIT_FAILED

@@ -18,6 +18,7 @@ from slimrl.cluster.event_loop import LoopWatch
 from slimrl.cluster.fleet import Fleet
 from slimrl.cluster.health_monitor import HealthFlags
 from slimrl.cluster.recovery import KEEP_TRYING_S, Recovery
+from slimrl.cluster.replay import recorded_groups
 from slimrl.cluster.reward_server import RewardServers
 from slimrl.cluster.slots import Slots
 from slimrl.cluster.whereabouts import GenerationWhere
@@ -83,6 +84,8 @@ def load_tokenizer(path: str, *, trust_code: bool) -> Any:
 
 def _tokenizer_and_data(args: Arguments) -> tuple[Any, Any]:
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_code=bool(args.sglang_options.get("trust_remote_code")))
+    if args.dump_details is not None:
+        tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
     return tokenizer, open_data_source(args, tokenizer)
 
 
@@ -235,8 +238,8 @@ class RolloutManager:
             self._recovery.generation_begins()
         started = time.perf_counter()
         self._timeline.mark("samples")
-        if self._args.load_debug_rollout_data:
-            output = RolloutOutput(self._replay(rollout_id), {})
+        if (recorded := self._args.replayed_rollouts) is not None:
+            output = RolloutOutput(recorded_groups(self._args, recorded, rollout_id, self._data_source), {})
         elif self._generator is None:
             self._data_source.begin_rollout(rollout_id)
             output = await rollout_without_engines(self._args, rollout_id, self._data_source, self._tokenizer)
@@ -273,16 +276,6 @@ class RolloutManager:
             return {}
         await self._recovery.generation_ends()
         return self._recovery.take_metrics()
-
-    def _replay(self, rollout_id: int) -> list[list[Sample]]:
-        """The recorded samples of this rollout; the data source moves on as if it had generated them."""
-        self._data_source.begin_rollout(rollout_id)
-        self._data_source.get_samples(self._args.rollout_batch_size)
-        samples = dump.load_rollout(self._args.load_debug_rollout_data, rollout_id).samples
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group_index, []).append(sample)
-        return list(groups.values())
 
     def _schedule(self, batch: Any) -> list[Any]:
         args = self._args

@@ -24,6 +24,7 @@ from slimrl.cluster.turns import Turns
 from slimrl.cluster.watchdog import Awaited, Patience, answers
 from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
+from slimrl.observability.run_checks import RunChecks
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.timeline import merge_at_end
 from slimrl.observability.timeline_recorder import Timeline
@@ -61,6 +62,7 @@ class Run:
         self._supervisor = supervisor
         self._log = log
         self._timeline = timeline
+        self._checks = RunChecks.from_args(args, start)
         self._seconds: dict[str, float] = {}
         self._turns = Turns(
             trainers if args.offload_train else None,
@@ -136,7 +138,9 @@ class Run:
         self._turns.begin_training()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
-            return self._trainers.train(rollout.rollout_id, rollout.batches, update)
+            metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update)
+        self._checks.check(rollout.rollout_id, metrics)
+        return metrics
 
     def weights_due(self, rollout_id: int) -> bool:
         """Whether the asynchronous loop pushes after this rollout (`--update-weights-interval`, and the last)."""

@@ -71,6 +71,92 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "profiling_flags_have_their_switch": (
+        [
+            "--use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 --profile-ranks 1",
+            "--record-memory-history --memory-snapshot-num-steps 1",
+        ],
+        [
+            (
+                "--profile-step-start 1",
+                "--profile-step-start belongs to --use-pytorch-profiler: add it, or leave --profile-step-start out.",
+            ),
+            (
+                "--memory-snapshot-dir {dir}",
+                "--memory-snapshot-dir belongs to --record-memory-history: add it, or leave --memory-snapshot-dir out.",
+            ),
+        ],
+    ),
+    "profiler_has_something_to_profile": (
+        [
+            "--use-pytorch-profiler --profile-step-start 0 --profile-step-end 1"
+            " --profile-target train_actor train_log_probs"
+        ],
+        [
+            (
+                "--use-pytorch-profiler --profile-step-start 3 --profile-step-end 3",
+                "--profile-step-end 3 is not above --profile-step-start 3: no rollout would be profiled.",
+            ),
+            (
+                "--use-pytorch-profiler --profile-step-end 4000 --profile-step-start 3500 --num-rollout 3500",
+                "--profile-step-start 3500 is not below --num-rollout 3500: no rollout would be profiled; lower it.",
+            ),
+            (
+                "--use-pytorch-profiler --profile-step-start 0 --profile-ranks 0 99",
+                "--profile-ranks 99: there are the ranks 0 to 7.",
+            ),
+            (
+                "--use-pytorch-profiler --profile-step-start 0 --profile-target train_overall train_actor",
+                "--profile-target train_overall holds the other parts: give it alone, or the others without it.",
+            ),
+            (
+                "--use-pytorch-profiler --profile-step-start 0 --debug-rollout-only",
+                "--use-pytorch-profiler profiles training and --debug-rollout-only has none: leave one out.",
+            ),
+        ],
+    ),
+    "memory_record_has_training": (
+        ["--record-memory-history"],
+        [
+            (
+                "--record-memory-history --debug-rollout-only",
+                "--record-memory-history is about training and --debug-rollout-only has none: leave one out.",
+            )
+        ],
+    ),
+    "recorded_rollouts_have_one_use": (
+        [],
+        [
+            (
+                "--load-debug-rollout-data-subsample 0.5 --rollout-batch-size 64",
+                "--load-debug-rollout-data-subsample 0.5 is a part of recorded rollouts: give --load-debug-rollout-data"
+                " too.",
+            ),
+        ],
+    ),
+    "checks_have_their_switch": (
+        [
+            "--ci-test --ci-disable-kl-checker --ci-train-rollout-logprob-abs-diff-threshold 0.01",
+            "--ci-save-grad-norm {dir}/{{role}}_{{rollout_id}}_{{step_id}}.txt",
+        ],
+        [
+            (
+                "--ci-disable-kl-checker",
+                "--ci-disable-kl-checker belongs to --ci-test: add it, or leave --ci-disable-kl-checker out.",
+            ),
+            (
+                "--ci-save-grad-norm {dir}/{{rollout_id}}.txt",
+                "--ci-save-grad-norm {dir}/{{rollout_id}}.txt gives every optimizer step of a rollout the same file:"
+                " put {{step_id}} into the path.",
+            ),
+            (
+                "--ci-save-grad-norm {dir}/{{rollout_id}}{{step_id}} --ci-load-grad-norm"
+                " {dir}/{{rollout_id}}{{step_id}}",
+                "--ci-load-grad-norm {dir}/{{rollout_id}}{{step_id}} is --ci-save-grad-norm too, which writes it anew:"
+                " give another path.",
+            ),
+        ],
+    ),
     "run_has_a_length": (["--num-epoch 2", "--num-rollout 0"], []),
     "values_are_served": (
         ["--pipeline-model-parallel-size 1", "--update-weight-mode full"],
@@ -373,6 +459,48 @@ def test_recorded_rollouts_need_no_engines(recipe):
     assert [str(problem) for problem in problems] == [
         "--debug-train-only (implied by --load-debug-rollout-data) and --debug-rollout-only leave nothing to run:"
         " give one."
+    ]
+
+
+def test_recorded_rollouts_are_replayed_beside_engines_or_without_whole_or_in_part(recipe):
+    (recipe.dir / "dump_0.jsonl").touch()
+    dumps = "{dir}/dump_{{rollout_id}}.jsonl"
+    args, problems = read_args(recipe.line(f"--load-forge-rollout-data {dumps}"))
+    assert problems == [] and not args.debug_train_only
+    assert args.replayed_rollouts == dumps.format(dir=recipe.dir)
+    said = {
+        f"--load-forge-rollout-data {dumps} --load-debug-rollout-data {dumps}": "--load-forge-rollout-data trains on"
+        " recorded rollouts with engines running and --load-debug-rollout-data without: give one of them.",
+        f"--load-forge-rollout-data {dumps} --debug-rollout-only": "--load-forge-rollout-data trains beside running"
+        " engines and --debug-rollout-only leaves one side out: leave --debug-rollout-only out.",
+        "--load-forge-rollout-data {dir}/none_{{rollout_id}}": "--load-forge-rollout-data {dir}/none_{{rollout_id}}"
+        " matches no file: check the path.",
+    }
+    for more, sentence in said.items():
+        assert [str(problem) for problem in read_args(recipe.line(more))[1]] == [sentence.format(dir=recipe.dir)]
+
+    # a quarter of 32 groups of 8
+    part = f"--load-debug-rollout-data {dumps} --load-debug-rollout-data-subsample 0.25"
+    args, problems = read_args(recipe.line(part))
+    assert problems == [] and (args.prompts_trained_per_rollout, args.global_batch_size) == (8, 64)
+    _, problems = read_args(recipe.line(f"{part} --global-batch-size 256"))
+    assert [str(problem) for problem in problems] == [
+        "--rollout-batch-size 32 x --load-debug-rollout-data-subsample 0.25 x --n-samples-per-prompt 8 = 64 samples,"
+        " but training takes --global-batch-size 256 x --num-steps-per-rollout 1 = 256: make the two products equal."
+    ]
+
+
+def test_all_details_go_into_one_folder_but_for_what_has_a_place(recipe):
+    args, problems = read_args(recipe.line("--dump-details {dir}/all --save-debug-rollout-data {dir}/{{rollout_id}}"))
+    assert problems == []
+    assert args.save_debug_rollout_data == f"{recipe.dir}/{{rollout_id}}"
+    assert args.save_debug_train_data == f"{recipe.dir}/all/train_data/{{rollout_id}}.pt"
+    args, _ = read_args(recipe.line("--dump-details {dir}/all"))
+    assert args.save_debug_rollout_data == f"{recipe.dir}/all/rollout_data/{{rollout_id}}.jsonl"
+    same = "--save-debug-rollout-data {dir}/{{rollout_id}} --save-debug-train-data {dir}/{{rollout_id}}"
+    assert [str(problem) for problem in read_args(recipe.line(same))[1]] == [
+        f"--save-debug-train-data {recipe.dir}/{{rollout_id}} is --save-debug-rollout-data too: one would overwrite the"
+        " other; give two paths."
     ]
 
 

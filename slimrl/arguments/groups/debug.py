@@ -26,29 +26,44 @@ class DebugArguments:
         above=0,
     )
     load_debug_rollout_data_subsample: float | None = flag(
-        None, "part of a replayed rollout (fraction; all)", not_served="a rollout is replayed whole; leave it out"
+        None,
+        "train on this part of each recorded rollout only, half of it from the front and half from the end (fraction;"
+        " all of it)",
+        above=0,
+        at_most=1,
     )
     load_forge_rollout_data: str | None = flag(
-        None, "replay rollouts with running engines", not_served="use --load-debug-rollout-data"
+        None,
+        "like --load-debug-rollout-data, with the engines running: weights are pushed and evaluations made (path with"
+        " {rollout_id} in it)",
     )
     save_debug_train_data: str | None = flag(
-        None, "write each training batch here", not_served="use --save-debug-rollout-data, which it is made from"
+        None,
+        "write what each rollout is trained on here: log-probabilities, advantages, masks (path with {rollout_id} in"
+        " it)",
     )
     dump_details: str | None = flag(
-        None, "folder for all dumps", not_served="use --save-debug-rollout-data <folder>/{rollout_id}.pt"
+        None,
+        "folder for everything: --save-debug-rollout-data <folder>/rollout_data/{rollout_id}.jsonl,"
+        " --save-debug-train-data <folder>/train_data/{rollout_id}.pt, and the tokenizer",
     )
     ci_test: bool = flag(
         False,
-        "check a run's numbers while it runs",
-        not_served="every number is in summary.json of the run folder; leave it out",
+        "end the run where a number of training cannot be right: not finite, engines and training far apart, or a KL at"
+        " the first step",
     )
-    ci_disable_kl_checker: bool = flag(False, "without its check of the KL", not_served="it belongs to --ci-test")
+    ci_disable_kl_checker: bool = flag(False, "--ci-test without its check of the KL")
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, "its bound of train_rollout_logprob_abs_diff", not_served="it belongs to --ci-test"
+        0.1, "--ci-test: largest mean train_rollout_logprob_abs_diff of an optimizer step", above=0
     )
     ci_save_grad_norm: str | None = flag(
-        None, "file for gradient norms", not_served="grad_norm of every step is in summary.json; leave it out"
+        None, "write the gradient norm of each optimizer step here (path with {rollout_id} and {step_id} in it)"
     )
     ci_load_grad_norm: str | None = flag(
-        None, "file of gradient norms to compare with", not_served="compare grad_norm of two runs' summary.json"
+        None, "end the run where a gradient norm is 1 % away from what --ci-save-grad-norm wrote here"
     )
+
+    @property
+    def replayed_rollouts(self) -> str | None:
+        """The template of recorded rollouts that are trained on; None where rollouts are made."""
+        return self.load_debug_rollout_data or self.load_forge_rollout_data

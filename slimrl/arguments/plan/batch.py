@@ -38,7 +38,7 @@ class MicroBatch:
 
 def batches(args: Arguments, groups: Groups) -> Batches:
     """The numbers of one rollout, from checked flags."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    samples = args.prompts_trained_per_rollout * args.n_samples_per_prompt
     per_rank = args.global_batch_size // groups.data
     return Batches(
         prompts=args.rollout_batch_size,

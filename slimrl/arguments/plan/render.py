@@ -61,6 +61,8 @@ def _run(plan: Plan) -> Iterator[str]:
         data = args.prompt_data or args.data_source_path
         data = data if isinstance(data, str) else " ".join(data)
         length = f"{args.num_epoch} passes over {data}, in rollouts of {args.rollout_batch_size} prompts"
+    elif args.only_evaluates:
+        length = "one evaluation: --num-rollout 0 trains nothing"
     elif first >= args.num_rollout:
         length = f"nothing is left to do: the next rollout is {first} and --num-rollout is {args.num_rollout}"
     else:

@@ -57,6 +57,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     data.epochs_have_an_end,
     paths.outputs_can_be_written,
     paths.dump_templates_name_the_rollout,
+    paths.recorded_rollouts_have_one_use,
+    paths.checks_have_their_switch,
     charts.charts_have_their_switch,
     charts.wandb_is_installed,
     charts.prometheus_port_is_free,

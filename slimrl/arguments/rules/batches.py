@@ -15,12 +15,14 @@ def produced_equals_consumed(args: Arguments, context: Context) -> Iterator[Prob
     """rollout batch x samples per prompt = global batch x steps per rollout."""
     if args.rollout_batch_size is None or context.broken & _BATCH_FIELDS:
         return
-    produced = args.rollout_batch_size * args.n_samples_per_prompt
+    produced = args.prompts_trained_per_rollout * args.n_samples_per_prompt
     consumed = args.global_batch_size * args.num_steps_per_rollout
     if produced == consumed:
         return
+    part = args.load_debug_rollout_data_subsample
+    of_them = "" if part is None else f" x --load-debug-rollout-data-subsample {part:g}"
     made = (
-        f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+        f"--rollout-batch-size {args.rollout_batch_size}{of_them} x --n-samples-per-prompt {args.n_samples_per_prompt}"
         f" = {produced} samples"
     )
     if "global_batch_size" not in context.given:

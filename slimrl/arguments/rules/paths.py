@@ -45,22 +45,78 @@ def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Proble
 
 def dump_templates_name_the_rollout(args: Arguments, context: Context) -> Iterator[Problem]:
     """One file per rollout; a rollout that is to be replayed must be there."""
-    for flag, template in (
-        ("--save-debug-rollout-data", args.save_debug_rollout_data),
-        ("--load-debug-rollout-data", args.load_debug_rollout_data),
-    ):
-        if template is not None and "{rollout_id}" not in template:
+    templates = {
+        "--save-debug-rollout-data": args.save_debug_rollout_data,
+        "--save-debug-train-data": args.save_debug_train_data,
+        "--load-debug-rollout-data": args.load_debug_rollout_data,
+        "--load-forge-rollout-data": args.load_forge_rollout_data,
+        "--ci-save-grad-norm": args.ci_save_grad_norm,
+        "--ci-load-grad-norm": args.ci_load_grad_norm,
+    }
+    for flag, template in templates.items():
+        needed = ("{rollout_id}", "{step_id}") if flag.endswith("grad-norm") else ("{rollout_id}",)
+        missing = [name for name in needed if template is not None and name not in template]
+        if missing:
+            what = "every rollout" if "{rollout_id}" in missing else "every optimizer step of a rollout"
             yield Problem(
-                flag, f"{flag} {template} gives every rollout the same file: put {{rollout_id}} into the path."
+                flag, f"{flag} {template} gives {what} the same file: put {' and '.join(missing)} into the path."
             )
-    template = args.load_debug_rollout_data
-    if template is not None and "{rollout_id}" in template:
-        folder, pattern = Path(template).parent, Path(template).name.replace("{rollout_id}", "*")
-        if "{rollout_id}" not in str(folder) and not any(folder.glob(pattern)):
+    if args.save_debug_rollout_data is not None and args.save_debug_rollout_data == args.save_debug_train_data:
+        yield Problem(
+            "--save-debug-train-data",
+            f"--save-debug-train-data {args.save_debug_train_data} is --save-debug-rollout-data too: one would"
+            " overwrite the other; give two paths.",
+        )
+    for flag in ("--load-debug-rollout-data", "--load-forge-rollout-data"):
+        template = templates[flag]
+        if template is not None and "{rollout_id}" in template:
+            folder, pattern = Path(template).parent, Path(template).name.replace("{rollout_id}", "*")
+            if "{rollout_id}" not in str(folder) and not any(folder.glob(pattern)):
+                yield Problem(flag, f"{flag} {template} matches no file: check the path.")
+
+
+def recorded_rollouts_have_one_use(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Recorded rollouts are trained on, with engines or without, in full or in part."""
+    debug, forge, part = (
+        args.load_debug_rollout_data,
+        args.load_forge_rollout_data,
+        args.load_debug_rollout_data_subsample,
+    )
+    if debug is not None and forge is not None:
+        yield Problem(
+            "--load-forge-rollout-data",
+            "--load-forge-rollout-data trains on recorded rollouts with engines running and --load-debug-rollout-data"
+            " without: give one of them.",
+        )
+    if forge is not None and (args.debug_train_only or args.debug_rollout_only):
+        other = "--debug-train-only" if args.debug_train_only else "--debug-rollout-only"
+        if debug is None:
             yield Problem(
-                "--load-debug-rollout-data",
-                f"--load-debug-rollout-data {template} matches no file: check the path.",
+                "--load-forge-rollout-data",
+                f"--load-forge-rollout-data trains beside running engines and {other} leaves one side out: leave"
+                f" {other} out.",
             )
+    if part is not None and debug is None and forge is None:
+        yield Problem(
+            "--load-debug-rollout-data-subsample",
+            f"--load-debug-rollout-data-subsample {part:g} is a part of recorded rollouts: give"
+            " --load-debug-rollout-data too.",
+        )
+
+
+def checks_have_their_switch(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What --ci-test is told belongs to it; gradient norms are written or compared with."""
+    if not args.ci_test:
+        for name in ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"):
+            if name in context.given:
+                flag = "--" + name.replace("_", "-")
+                yield Problem(flag, f"{flag} belongs to --ci-test: add it, or leave {flag} out.")
+    if args.ci_save_grad_norm is not None and args.ci_save_grad_norm == args.ci_load_grad_norm:
+        yield Problem(
+            "--ci-load-grad-norm",
+            f"--ci-load-grad-norm {args.ci_load_grad_norm} is --ci-save-grad-norm too, which writes it anew: give"
+            " another path.",
+        )
 
 
 def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -1,0 +1,68 @@
+"""Recorded rollouts come back as they were, whole or in part, and the prompts move on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from slimrl.cluster.replay import recorded_groups
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.observability.dump import save_rollout
+
+
+@dataclasses.dataclass
+class Flags:
+    rollout_batch_size: int = 7
+    load_debug_rollout_data_subsample: float | None = None
+
+
+class Source:
+    """Counts what is drawn."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def begin_rollout(self, rollout_id):
+        self.drawn.append(rollout_id)
+
+    def get_samples(self, count):
+        self.drawn.append(count)
+
+
+@pytest.fixture
+def template(tmp_path):
+    """Rollout 3: seven groups of two."""
+    samples = [
+        Sample(
+            prompt="q",
+            group_index=30 + place // 2,
+            index=60 + place,
+            tokens=[1, 2, place],
+            response_length=1,
+            rollout_log_probs=[-1 / (place + 3)],
+            reward=float(place),
+            status=SampleStatus.COMPLETED,
+        )
+        for place in range(14)
+    ]
+    save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 3, samples)
+    return str(tmp_path / "{rollout_id}.jsonl"), samples
+
+
+@pytest.mark.parametrize(
+    ("part", "kept"),
+    # of 7 groups: int(7 x part), half of them (rounded down) from the front
+    [(None, range(7)), (1.0, range(7)), (0.6, [0, 1, 5, 6]), (0.5, [0, 5, 6]), (0.15, [6]), (0.01, [6])],
+)
+def test_a_replayed_rollout_has_the_recorded_groups(template, part, kept):
+    path, samples = template
+    source = Source()
+    groups = recorded_groups(Flags(load_debug_rollout_data_subsample=part), path, 3, source)
+    assert groups == [samples[2 * group : 2 * group + 2] for group in kept]
+    assert source.drawn == [3, 7]
+
+
+def test_a_rollout_that_was_not_recorded_is_named(template):
+    with pytest.raises(FileNotFoundError, match="there is no rollout dump .*4.jsonl"):
+        recorded_groups(Flags(), template[0], 4, Source())
