@@ -13,6 +13,7 @@ _TURNS = "--log-multi-turn"
 _MISMATCH = "--get-mismatch-metrics"
 _TIS = "--use-tis"
 _ENTROPY = "--use-rollout-entropy"
+_FAULTS = "--use-fault-tolerance"
 
 TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
@@ -86,6 +87,21 @@ ROLLOUT = (
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal, which therefore teach nothing", "share"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
     Metric("rollout/reward_failures", "samples whose grader gave no verdict (counted as reward 0)", "count"),
+    Metric(
+        "rollout/failed_samples",
+        "samples in which a function of yours raised; their groups were left out",
+        "count",
+        when="--skip-failed-samples",
+    ),
+    Metric("rollout/faults/servers_lost", "servers that died, hung or did not start", "count", when=_FAULTS),
+    Metric("rollout/faults/servers_replaced", "servers that took the place of a lost one", "count", when=_FAULTS),
+    Metric("rollout/faults/router_restarts", "how often the router was started again", "count", when=_FAULTS),
+    Metric(
+        "rollout/faults/requests_resent",
+        "how often a request was sent again because whoever had it was lost, or nobody took it",
+        "count",
+        when=_FAULTS,
+    ),
     Metric(
         "rollout/dynamic_filter/drop_<reason>",
         "groups that the dynamic sampling filter dropped",

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 _CHART_WIDTH, _CHART_HEIGHT = 76, 14
 _MIN_POINTS_FOR_TREND = 10
+_FAULTS = {  # what went wrong and was made good, by the name of its count
+    "rollout/faults/servers_lost": "servers lost",
+    "rollout/faults/servers_replaced": "servers replaced",
+    "rollout/faults/router_restarts": "router restarts",
+    "rollout/faults/requests_resent": "requests sent again",
+    "rollout/failed_samples": "failed samples left out",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,6 +151,9 @@ def _results_table(summary: dict[str, Any]) -> Table:
     skipped = sum(step.get("skipped") or 0 for step in summary["steps"])
     if skipped:
         table.add_row("optimizer steps skipped (not finite)", "", f"{skipped:g}")
+    for name, words in _FAULTS.items():
+        if count := sum(step.get(name) or 0 for step in summary["steps"]):
+            table.add_row(words, "", f"{count:g}")
     return table
 
 

@@ -1,0 +1,130 @@
+"""A function of the user's that raises: named with its lines, or its group is left out and replaced, up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from slimrl.data.sample import SampleStatus
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.failures import SampleError, is_from_engine
+from slimrl.rollout.generate import RolloutGenerator
+from slimrl.sglang.errors import EngineUnavailableError
+
+FUNCTIONS = """
+from slimrl.data.sample import SampleStatus
+
+failed = []
+
+def divide(number):
+    return 1 / number
+
+async def reward(args, sample):
+    if sample.group_index in (1, 4):
+        failed.append(sample)
+        divide(0)
+    return 1.0
+
+async def always(args, sample):
+    raise KeyError("verdict")
+
+async def generate(args, sample, sampling_params, engine=None):
+    answer = await engine.generate(sample.tokens, sampling_params)
+    sample.tokens = sample.tokens + answer.token_ids
+    sample.response_length, sample.response = len(answer.token_ids), answer.text
+    sample.loss_mask, sample.rollout_log_probs = [1] * len(answer.token_ids), answer.log_probs
+    sample.status = SampleStatus.COMPLETED
+    return sample
+
+def hook(args, sample):
+    if sample.index == 3:
+        raise ValueError("no tool answered")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "failing_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "failing_functions"
+    sys.modules.pop("failing_functions", None)
+
+
+@pytest.fixture
+def roll(make_args, tokenizer, fake_engine):
+    """Two rollouts of four groups of two samples."""
+
+    def run(engine=None, **overrides):
+        args = make_args(**overrides)
+        source = RolloutDataSource(args, tokenizer)
+
+        async def main():
+            generator = RolloutGenerator(args, tokenizer, engine or fake_engine())
+            try:
+                return [await generator.generate_rollout(number, source) for number in range(2)]
+            finally:
+                assert len(asyncio.all_tasks()) == 1, "tasks were left running"
+                generator.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_a_failing_reward_names_its_lines(roll, own, tmp_path):
+    with pytest.raises(SampleError) as caught:
+        roll(custom_rm_path=f"{own}.reward")
+    text = str(caught.value)
+    assert "the reward of sample " in text and "(group 1) failed: ZeroDivisionError: division by zero" in text
+    first = FUNCTIONS[: FUNCTIONS.index("        divide(0)")].count("\n") + 1
+    assert text.endswith(
+        f"in --custom-rm-path {own}.reward"
+        f"\n  {tmp_path}/failing_functions.py:{first} in reward: divide(0)"
+        f"\n  {tmp_path}/failing_functions.py:{first - 5} in divide: return 1 / number"
+    )
+
+
+def test_groups_that_fail_are_replaced_so_that_every_batch_is_full(roll, own):
+    outputs = roll(custom_rm_path=f"{own}.reward", skip_failed_samples=True)
+    groups = [[group[0].group_index for group in output.groups] for output in outputs]
+    assert groups == [[0, 2, 3, 5], [6, 7, 8, 9]]  # 4 took the place of 1, and 5 that of 4
+    assert [output.metrics for output in outputs] == [{"rollout/failed_samples": 2.0}, {"rollout/failed_samples": 0.0}]
+    assert all(len(group) == 2 for output in outputs for group in output.groups)
+    assert all(sample.status is SampleStatus.FAILED for sample in sys.modules[own].failed)
+
+
+def test_a_function_that_always_fails_ends_the_run_at_the_limit(roll, own):
+    with pytest.raises(SampleError, match="it is failure number 4 in this rollout, more than --max-failed-samples 3"):
+        roll(custom_rm_path=f"{own}.always", skip_failed_samples=True, max_failed_samples=3)
+
+
+def test_a_failing_sample_hook_is_skipped_likewise(roll, own):
+    first, _ = roll(rollout_sample_hook_path=[f"{own}.hook"], skip_failed_samples=True)
+    assert [group[0].group_index for group in first.groups] == [0, 2, 3, 4]
+    assert first.metrics == {"rollout/failed_samples": 1.0}
+
+
+@pytest.mark.parametrize("path", [None, "generate"])
+def test_an_engine_that_fails_is_never_skipped(roll, own, fake_engine, path):
+    def reply(prompt, call):
+        raise EngineUnavailableError("no engine is left")
+
+    with pytest.raises(SampleError, match="EngineUnavailableError: no engine is left"):
+        roll(
+            fake_engine(reply),
+            custom_generate_function_path=path and f"{own}.{path}",
+            skip_failed_samples=True,
+        )
+
+
+def test_an_engines_failure_is_found_behind_others():
+    try:
+        try:
+            raise EngineUnavailableError("gone")
+        except EngineUnavailableError as error:
+            raise ValueError("my function's own words") from error
+    except ValueError as error:
+        assert is_from_engine(error)
+    assert not is_from_engine(ValueError("mine alone"))
