@@ -14,8 +14,8 @@ import argparse
 import dataclasses
 import gzip
 import heapq
+import io
 import itertools
-import json
 import os
 import re
 import sys
@@ -24,13 +24,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from slimrl.observability.timeline_parts import Point, Recorded, Span, read_folder
 from slimrl.observability.timeline_recorder import FOLDER, MAIN
 
 REQUESTS = "requests"
 WAITED_MS = "waited_ms"
 _ORDER = ("driver", "rollout manager", "train rank", "server")
-_MERGE_AT_END_BYTES = 64 * 2**20
+_MERGE_AT_END_BYTES = 32 * 2**20  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +60,11 @@ def merge(run_dir: Path, output: Path | None = None) -> Merged:
     output = output or run_dir / "timeline.json.gz"
     unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        with gzip.open(unfinished, "wt", compresslevel=5, encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        with gzip.open(unfinished, "wb", compresslevel=3) as packed, io.BufferedWriter(packed, 2**20) as file:
+            file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(trace_events(recorded)):
-                file.write((",\n" if number else "") + json.dumps(event))
-            file.write("\n]}\n")
+                file.write((b",\n" if number else b"") + orjson.dumps(event))
+            file.write(b"\n]}\n")
         os.replace(unfinished, output)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -185,10 +187,13 @@ def _in_flight(spans: Iterable[Span]) -> Iterator[Point]:
             changes += [(span.start_ns - waited, 0, 1), (span.start_ns, 0, -1)]
     running = waiting = 0
     for moment, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        before = running, waiting
         for _, sent, queued in group:
             running, waiting = running + sent, waiting + queued
-        yield Point(process, "requests in flight", moment, running)
-        yield Point(process, "requests waiting", moment, waiting)
+        if running != before[0]:
+            yield Point(process, "requests in flight", moment, running)
+        if waiting != before[1]:
+            yield Point(process, "requests waiting", moment, waiting)
 
 
 def _mib(size: int) -> str:

@@ -10,10 +10,11 @@ clocks, as exactly as these agree.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from slimrl.observability.timeline_recorder import FORMAT, earlier_part
 
@@ -86,7 +87,7 @@ def _sessions(paths: list[Path]) -> tuple[list[_Session], int]:
     broken = 0
     for line in _lines(paths):
         try:
-            value = json.loads(line)
+            value = orjson.loads(line)
         except ValueError:
             broken += 1
             continue
@@ -106,10 +107,10 @@ def _sessions(paths: list[Path]) -> tuple[list[_Session], int]:
     return sessions, broken
 
 
-def _lines(paths: list[Path]) -> Iterator[str]:
+def _lines(paths: list[Path]) -> Iterator[bytes]:
     for path in paths:
         if path.is_file():
-            with open(path, encoding="utf-8", errors="replace") as file:
+            with open(path, "rb") as file:
                 yield from (line for line in file if line.strip())
 
 
