@@ -1,6 +1,6 @@
 """What a training step costs beside the model: driver, Ray and the way to the rank and back, with a smallest model.
 
-    python benchmarks/step_overhead.py [--rounds 40]
+    python benchmarks/step_overhead.py [--rounds 40] [--no-timeline]
 
 One rank trains on the same recorded batch (8 samples of 12 tokens, a model of one layer of width 32), in turn called
 - directly: `MegatronTrainer.train` in this process, without Ray: the peer, packing and optimizer included,
@@ -35,9 +35,10 @@ TARGET_MS = 10.0
 SAMPLES, PROMPT, RESPONSE, VOCABULARY = 8, 4, 8, 64
 
 
-def arguments(folder: Path) -> Arguments:
+def arguments(folder: Path, timeline: bool) -> Arguments:
     """One layer of width 32, trained from the checkpoint in `folder`."""
     return Arguments(
+        timeline=timeline,
         num_layers=1,
         hidden_size=32,
         ffn_hidden_size=32,
@@ -109,7 +110,7 @@ def milliseconds(work: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - started)
 
 
-def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
+def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]:
     """Milliseconds of every round, by the way of calling."""
     import ray
 
@@ -120,7 +121,7 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
     from slimrl.cluster.watchdog import Patience
     from slimrl.megatron.trainer import MegatronTrainer
 
-    args, share = arguments(folder), batch()
+    args, share = arguments(folder, timeline), batch()
     save_model(args, folder)
     direct = MegatronTrainer(args, rank=0, world_size=1, local_rank=0, init_method=f"file://{folder}/store")
     plan = plan_slots(args)
@@ -145,10 +146,12 @@ def main() -> None:
     """Measures and prints one line per way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--no-timeline", action="store_true", help="what the rank does is not recorded")
+    options = parser.parse_args()
+    rounds = options.rounds
     prepare_ray_environment()
     with tempfile.TemporaryDirectory() as folder:
-        times = measure(Path(folder), rounds + 5)
+        times = measure(Path(folder), rounds + 5, not options.no_timeline)
     medians = {name: statistics.median(taken[5:]) for name, taken in times.items()}
     print(f"median of {rounds} interleaved rounds, after 5 to warm up")
     for name, median in medians.items():

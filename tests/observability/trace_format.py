@@ -27,7 +27,7 @@ class TraceSpan:
 
     @property
     def end(self) -> float:
-        return self.start + self.seconds
+        return round(self.start + self.seconds, 6)
 
 
 @dataclasses.dataclass(frozen=True)
