@@ -20,7 +20,7 @@ from slimrl.hooks import DataSource
 def note_final_answer(args: Arguments, sample: Sample, *, evaluation: bool) -> None:
     """Keeps the last line apart, for the reward function and for who looks at a dump."""
     if not evaluation:
-        sample.metadata["final_answer"] = (sample.response.strip().splitlines() or [""])[-1]
+        sample.metadata["final_answer"] = (sample.response.strip().splitlines() or [""])[-1].strip()
 
 
 def write_unsolved(args: Arguments, all_groups: list[list[Sample]], data_source: DataSource) -> None:

@@ -120,7 +120,7 @@ class OwnLoss:
                     " sum_of_sample_mean"
                 )
             values[name] = torch.as_tensor(value).detach().double().reshape(())
-        return loss.reshape(()), values
+        return loss.sum(), values  # never a view, whose memory the pipeline's schedule would refuse to free
 
 
 def added_metrics(all_sums: list[PolicyLossSums]) -> dict[str, float]:
