@@ -34,6 +34,7 @@ from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.own_data_source import open_data_source
 from slimrl.rollout.own_logs import reported_metrics, reported_scalars
 from slimrl.rollout.rewards import rewards_of
+from slimrl.rollout.rm_hub.failures import require_verdicts
 from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.rollout.staleness import staleness_metrics
@@ -250,6 +251,7 @@ class RolloutManager:
         groups = output.groups
         data_state = output.data_state if saved and output.data_state else self._data_source.state_dict()
         samples = [sample for group in groups for sample in group]
+        require_verdicts(samples, self._args.rm_failure_limit, f"rollout {rollout_id}")
         rewards = rewards_of(self._args, samples)
         metrics = all_metrics(self._args, samples, rewards.raw.tolist(), seconds) | self._request_metrics(len(samples))
         metrics |= {**staleness_metrics(rollout_id, samples), **output.metrics, **await self._faults()}

@@ -263,6 +263,8 @@ def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> s
         known.append(f"{length:.4g} tokens")
     if (truncated := metrics.get(f"eval/{name}-truncated_ratio")) is not None:
         known.append(f"{truncated:.0%} truncated")
+    if failures := metrics.get(f"eval/{name}-reward_failures"):
+        known.append(f"NO VERDICT on {failures:g} answers")
     return f"{name} {score:.4g}" + (f" ({', '.join(known)})" if known else "")
 
 
@@ -279,6 +281,8 @@ def step_line(record: StepRecord, train: dict[str, float], seconds: dict[str, fl
     short = {"generate": "generate", "train": "train", "update_weights": "push", "total": "total"}
     if train.get("skipped"):
         parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
+    if failures := record.rollout.get("rollout/reward_failures"):
+        parts.append(f"NO VERDICT on {failures:g} answers")
     parts.append(" ".join(f"{label} {seconds[phase]:.1f}s" for phase, label in short.items()))
     return " | ".join([*parts, f"version {record.weight_version}"])
 

@@ -9,6 +9,10 @@ from tests.reward_models import logits, write_reward_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+def without_end(response: str) -> str:
+    return response.removesuffix("<|im_end|>")
+
+
 def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_path):
     from transformers import AutoTokenizer
 
@@ -35,10 +39,12 @@ def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_p
     evaluated = dump.load_rollout(template, 2, evaluation=True).samples
     read = [
         tokenizer.apply_chat_template(
-            [*sample.metadata["prompt_messages"], {"role": "assistant", "content": sample.response}], return_dict=False
+            [*sample.metadata["prompt_messages"], {"role": "assistant", "content": without_end(sample.response)}],
+            return_dict=False,
         )
         for sample in [*trained, *evaluated]
     ]
+    assert any(sample.response.endswith("<|im_end|>") for sample in trained)
     rewards = [sample.reward for sample in [*trained, *evaluated]]
     assert len(trained) == 2 * 4 * 4 and len(evaluated) == 4
     assert rewards == pytest.approx(logits(judge, read), abs=1e-4)

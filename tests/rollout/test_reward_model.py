@@ -1,6 +1,7 @@
 """What a reward model is given to read, and what becomes of its answers: against a server in the same event loop."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from slimrl.data.sample import Sample
 from slimrl.rollout.prompts import PromptFormat, PromptMaker
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused
-from slimrl.rollout.rm_hub.reward_input import RewardInput, chosen_form, conversation
+from slimrl.rollout.rm_hub.reward_input import RewardInput, asked, chosen_form
 from slimrl.rollout.rm_hub.reward_model import RewardModel, RewardModelError, addresses, reward_of
 
 SAMPLE = Sample(prompt="1+1=", index=3, response="2", tokens=[5, 6, 7], response_length=1)
@@ -52,7 +53,12 @@ def judged(tokenizer, samples, judges, form="conversation", vocabulary=None, con
         for judge in judges:
             await judge.__aenter__()
         urls = [judge.url for judge in judges]
-        model = RewardModel(urls, RewardInput(tokenizer, form), concurrency=concurrency, vocabulary=vocabulary)
+        model = RewardModel(
+            urls,
+            RewardInput(tokenizer, form, tokenizer.all_special_tokens),
+            concurrency=concurrency,
+            vocabulary=vocabulary,
+        )
         try:
             return await asyncio.gather(*(model.reward(one) for one in samples))
         finally:
@@ -68,6 +74,16 @@ def test_a_conversation_is_rendered_by_the_reward_models_template(tokenizer):
     assert judged(tokenizer, [SAMPLE], [judge]) == [float(len(judge.asked[0]))]
     text = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
     assert tokenizer.decode(judge.asked[0]) == text
+
+
+def test_the_policys_marks_at_the_end_of_its_turn_are_not_read_twice(tokenizer):
+    ended, within = (dataclasses.replace(SAMPLE, response=text) for text in ("2<|im_end|><|im_end|>", "<|im_end|>2"))
+    judge, plain = Judge(), Judge()
+    judged(tokenizer, [SAMPLE], [plain])
+    judged(tokenizer, [ended], [judge])
+    assert judge.asked == plain.asked
+    assert RewardInput(tokenizer, "text", tokenizer.all_special_tokens).response(within) == "<|im_end|>2"
+    assert RewardInput(tokenizer, "text", []).response(ended) == "2<|im_end|><|im_end|>"
 
 
 def test_text_is_prompt_and_response_and_tokens_are_the_policys(tokenizer):
@@ -90,10 +106,9 @@ def test_the_messages_behind_a_rendered_prompt_are_what_the_model_reads(tokenize
     )
     (prompt,) = PromptMaker(form, tokenizer).make([{"prompt": messages}])
     sample = prompt.sample(group_index=0, index=0)
-    sample.response = "2"
     assert sample.prompt.endswith("<|im_start|>assistant\n")
-    assert conversation(sample) == [*messages, {"role": "assistant", "content": "2"}]
-    assert conversation(SAMPLE)[0] == {"role": "user", "content": "1+1="}
+    assert asked(sample) == messages
+    assert asked(SAMPLE) == [{"role": "user", "content": "1+1="}]
 
 
 def test_servers_share_the_requests_and_none_has_more_than_allowed(tokenizer):
@@ -145,7 +160,7 @@ def test_the_form_follows_the_tokenizer(tokenizer):
     plain.chat_template = None
     other = copy.deepcopy(plain)
     other.add_tokens(["<new>"])
-    assert chosen_form(tokenizer, None, None, "judge") == "conversation"
+    assert chosen_form(tokenizer, other, None, "judge") == "conversation"
     assert chosen_form(plain, tokenizer, None, "judge") == "tokens"
     assert chosen_form(other, tokenizer, None, "judge") == "text"
     assert chosen_form(tokenizer, tokenizer, "tokens", "judge") == "tokens"

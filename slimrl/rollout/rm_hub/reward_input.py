@@ -1,11 +1,13 @@
 """What a reward model reads of a sample: its own tokenizer's ids of a conversation or a text, or the policy's ids.
 
-Promises that nothing is cut off and that no special token is added but those of the reward model's own template (or,
+Promises that nothing is cut off but the policy's marks for the end of its turn (a template sets its own), and that no
+special token is added but those of the reward model's own template (or,
 for text, of its own tokenizer). Made and used by the reward model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ from slimrl.rollout.prompts import MESSAGES_KEY
 
 
 class RewardInput:
-    """`tokenizer` is the reward model's, `form` one of `conversation`, `text` and `tokens`."""
+    """`tokenizer` is the reward model's, `form` one of `conversation`, `text` and `tokens`.
 
-    def __init__(self, tokenizer: Any, form: str) -> None:
+    `endings` are the policy's special tokens, which may stand at the end of a response's text.
+    """
+
+    def __init__(self, tokenizer: Any, form: str, endings: Sequence[str]) -> None:
         self.form = form
         self._tokenizer = tokenizer
+        self._endings = tuple(endings)
 
     @classmethod
     def open(cls, folder: str, form: str | None, policy_folder: str, *, trust_code: bool) -> RewardInput:
@@ -28,10 +34,8 @@ class RewardInput:
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ValueError(f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own")
         own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_code)
-        policy = None if form == "conversation" or own.chat_template and form is None else policy_folder
-        if policy is not None:
-            policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust_code)
-        return cls(own, chosen_form(own, policy, form, folder))
+        policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust_code)
+        return cls(own, chosen_form(own, policy, form, folder), policy.all_special_tokens)
 
     def token_ids(self, sample: Sample) -> list[int]:
         """The ids that are scored; the score is that of the last one. Raises ValueError where there is none."""
@@ -43,9 +47,10 @@ class RewardInput:
                     f"sample {sample.index}: its prompt is a list of messages, which --rm-input text cannot join to a"
                     " response: give --rm-input conversation, or --apply-chat-template"
                 )
-            ids = self._tokenizer(sample.prompt + sample.response)["input_ids"]
+            ids = self._tokenizer(sample.prompt + self.response(sample))["input_ids"]
         else:
-            text = self._tokenizer.apply_chat_template(conversation(sample), tokenize=False)
+            messages = [*asked(sample), {"role": "assistant", "content": self.response(sample)}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError(
@@ -53,8 +58,15 @@ class RewardInput:
             )
         return ids
 
+    def response(self, sample: Sample) -> str:
+        """The response's text without the special tokens at its end."""
+        text = sample.response
+        while text.endswith(self._endings) and self._endings:
+            text = text[: -max(len(one) for one in self._endings if text.endswith(one))]
+        return text
 
-def chosen_form(tokenizer: Any, policy_tokenizer: Any | None, form: str | None, folder: str) -> str:
+
+def chosen_form(tokenizer: Any, policy_tokenizer: Any, form: str | None, folder: str) -> str:
     """The form asked for, or else the conversation where the model has a chat template, tokens where they mean the same
     as the policy's, and text otherwise.
 
@@ -77,8 +89,7 @@ def chosen_form(tokenizer: Any, policy_tokenizer: Any | None, form: str | None, 
     return "tokens" if same else "text"
 
 
-def conversation(sample: Sample) -> list[dict[str, Any]]:
-    """The messages that the sample answers (a prompt that is text is one of the user) and its response behind them."""
-    asked = sample.metadata.get(MESSAGES_KEY, sample.prompt)
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    return [*messages, {"role": "assistant", "content": sample.response}]
+def asked(sample: Sample) -> list[dict[str, Any]]:
+    """The messages that the sample answers; a prompt that is text is one of the user."""
+    messages = sample.metadata.get(MESSAGES_KEY, sample.prompt)
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages

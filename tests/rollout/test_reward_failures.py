@@ -1,0 +1,43 @@
+"""Answers without a verdict: told in the log line, and the end of the run where there are too many of them."""
+
+import pytest
+
+from slimrl.data.sample import Sample
+from slimrl.observability.run_log import StepRecord, evaluation_words, step_line
+from slimrl.rollout.rm_hub.failures import NoVerdictsError, require_verdicts
+
+
+def samples(*reasons):
+    return [Sample(prompt="q", metadata={} if reason is None else {"reward_failure": reason}) for reason in reasons]
+
+
+def test_a_rollout_of_which_all_failed_ends_the_run_with_the_reasons():
+    with pytest.raises(NoVerdictsError, match="rollout 7: the graders came to no verdict on 3 of 3 answers") as caught:
+        require_verdicts(samples("slow", "died", "slow"), 1.0, "rollout 7")
+    assert "(2 times: slow; 1 times: died)" in str(caught.value)
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(1.0, False), (0.5, True), (0.51, False), (0.01, True), (1.1, False)])
+def test_the_limit_is_the_share_that_ends_it(limit, ends):
+    half = samples("slow", None, "slow", None)
+    if ends:
+        with pytest.raises(NoVerdictsError):
+            require_verdicts(half, limit, "rollout 0")
+    else:
+        require_verdicts(half, limit, "rollout 0")
+
+
+def test_no_failures_and_a_limit_above_one_never_end_it():
+    require_verdicts(samples(None, None), 0.01, "rollout 0")
+    require_verdicts(samples("slow", "slow"), 1.1, "rollout 0")
+
+
+def test_the_lines_of_a_step_and_of_an_evaluation_tell_of_failures():
+    def line(failures):
+        rollout = {"rollout/raw_reward": 0.5, "rollout/reward_failures": failures}
+        seconds = dict.fromkeys(("generate", "train", "update_weights", "total"), 1.0)
+        return step_line(StepRecord(3, "3", rollout, [], seconds), {}, seconds)
+
+    assert " | NO VERDICT on 2 answers | " in line(2.0) and "VERDICT" not in line(0.0)
+    assert evaluation_words("aime", 0.5, {"eval/aime-reward_failures": 4.0}) == "aime 0.5 (NO VERDICT on 4 answers)"
+    assert evaluation_words("aime", 0.5, {"eval/aime-reward_failures": 0.0}) == "aime 0.5"
