@@ -45,39 +45,39 @@ def ray_folders(started: harness.Started) -> list[Path]:
     return list(Path("/tmp").glob(f"slimrl-ray-{started.process.pid}-*"))
 
 
-def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code(tmp_path):
+def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code_and_leaves_nothing(tmp_path):
+    """One that succeeds and one that fails, side by side: each with a cluster of its own."""
+    (tmp_path / "bad").mkdir()
     started = start(CLUSTER + "print('hello')", tmp_path)
-    good = started.finish(120)
+    failing = start("import sys; print('about to fail'); sys.exit(3)", tmp_path / "bad")
+    good, bad = started.finish(150), failing.finish(150)
     assert good.code == 0, good.output
     assert "slots 2.0" in good.output and "hello" in good.output
-    assert good.left == []
-    assert ray_folders(started) == []
+    assert bad.code == 1 and "about to fail" in bad.output
+    assert (good.left, bad.left) == ([], [])
+    assert ray_folders(started) == ray_folders(failing) == []
     (port,) = re.findall(r"server address: http://127\.0\.0\.1:(\d+)", good.output)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)), timeout=5)
     assert not list(tmp_path.glob(".ray*"))  # Ray would write its token into the home folder
 
 
-def test_a_failed_job_fails_the_script_and_leaves_nothing(tmp_path):
-    started = start("import sys; print('about to fail'); sys.exit(3)", tmp_path)
-    bad = started.finish(120)
-    assert bad.code == 1
-    assert "about to fail" in bad.output
-    assert bad.left == []
-    assert ray_folders(started) == []
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_script_ends_its_job_and_its_cluster(number, code, tmp_path):
-    started = start(CLUSTER + "import time; time.sleep(600)", tmp_path)
-    started.wait_for_line("slots 2.0", 100)
+def test_an_interrupted_script_ends_its_job_and_its_cluster(tmp_path):
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    scripts = {}
+    for number in codes:
+        (tmp_path / number.name).mkdir()
+        scripts[number] = start(CLUSTER + "import time; time.sleep(600)", tmp_path / number.name)
+    for started in scripts.values():
+        started.wait_for_line("slots 2.0", 100)
     interrupted = time.monotonic()
-    (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
-    done = started.finish(90)
+    for number, started in scripts.items():
+        (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
+    done = {number: started.finish(90) for number, started in scripts.items()}
     assert time.monotonic() - interrupted < 60
-    assert done.code == code
-    assert done.left == []
-    assert ray_folders(started) == []
+    assert {number: run.code for number, run in done.items()} == codes
+    assert [run.left for run in done.values()] == [[], []]
+    assert [ray_folders(started) for started in scripts.values()] == [[], []]
 
 
 USES_ANOTHERS_CLUSTER = """
