@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from slimrl.observability.dump import read_dump
 from tests.end_to_end import checkpoints, harness, serving
@@ -27,6 +28,9 @@ def colocated(tiny, folder, **changes):
         "eval_temperature": 0,
         "check_weight_update_equal": True,
         "save_debug_rollout_data": folder / "dumps/{rollout_id}.jsonl",
+        "save_debug_train_data": folder / "train_data/{rollout_id}.pt",
+        "ci_test": True,
+        "ci_train_rollout_logprob_abs_diff_threshold": 1e-5,
         "use_tensorboard": True,
     }
     return tiny.flags(**{**flags, **changes})
@@ -145,6 +149,7 @@ def test_evaluations_are_recorded_like_rollouts(whole):
 def evaluation_alone(entry, tiny, whole, folder, **changes):
     """Of the set of `whole`, with nothing that only training needs."""
     training = ("save", "load", "save_interval", "check_weight_update_equal", "use_tensorboard", "ref_load")
+    training += ("save_debug_train_data", "ci_test", "ci_train_rollout_logprob_abs_diff_threshold")
     training += ("prompt_data", "rollout_batch_size", "num_steps_per_rollout", "rollout_max_response_len")
     without = {**dict.fromkeys(training), "colocate": None, "num_rollout": 0, "eval_max_response_len": 16}
     done = harness.start(entry, colocated(tiny, folder, **{**without, **changes}), folder, "alone", tiny.home)
@@ -228,6 +233,25 @@ def test_the_timeline_of_a_killed_run_goes_on_when_it_is_resumed(resumed):
     assert any("unfinished" in span.facts for span in timeline.of("driver"))
     steps = {span.facts["step"] for span in timeline.of("driver") if "step" in span.facts}
     assert steps == set(range(STEPS))
+
+
+def test_what_is_trained_on_is_recorded_sample_by_sample(whole):
+    for step in (0, STEPS - 1):
+        data = torch.load(whole.folder / f"train_data/{step}.pt", weights_only=True)
+        trained, drawn = data["samples"], read_dump(whole.folder / f"dumps/{step}.jsonl").samples
+        assert [sample["sample_id"] for sample in trained] == [sample.index for sample in drawn]
+        assert {sample["data_parallel_rank"] for sample in trained} == {0, 1}
+        for sample, was in zip(trained, drawn, strict=True):
+            assert sample["tokens"].tolist() == was.tokens and sample["raw_reward"] == was.reward
+            assert torch.equal(sample["rollout_log_probs"], torch.tensor(was.rollout_log_probs))
+            # grpo: every token of a response has its normalised reward
+            assert torch.equal(sample["advantages"], torch.full((was.response_length,), sample["reward"]))
+        apart = torch.cat([(sample["train_log_probs"] - sample["rollout_log_probs"]).abs() for sample in trained])
+        summary = whole.summary["steps"][step]
+        assert float(apart.max()) == pytest.approx(summary["train_rollout_logprob_abs_diff_max"])
+        assert float(apart.mean()) == pytest.approx(summary["train_rollout_logprob_abs_diff_mean"])
+        away = torch.cat([(sample["train_log_probs"] - sample["ref_log_probs"]).abs() for sample in trained])
+        assert (float(away.max()) < 1e-5) == (step == 0)
 
 
 # -- again, and resumed ----------------------------------------------------------------------------------------------
