@@ -79,7 +79,7 @@ class Rank:
         from slimrl.weights.sync import WeightUpdater
 
         if self._updater is not None:
-            self._updater.close()
+            self._updater.retire()
         self._updater = WeightUpdater.create(
             self._setup.args, self._trainer.parallel, endpoints, timeline=self.timeline
         )

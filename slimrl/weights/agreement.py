@@ -31,6 +31,10 @@ class Agreement:
         """How many ranks there are."""
         return self._everyone.size()
 
+    def leave(self) -> None:
+        """Gives its process group up; no rank may have a call on it under way."""
+        dist.destroy_process_group(self._everyone)
+
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, in their order; collective."""
         values: list[Result] = [value] * self.size

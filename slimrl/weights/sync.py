@@ -106,6 +106,9 @@ class Transport(Protocol):
     def close(self) -> None:
         """Gives up what stays open between pushes."""
 
+    def leave(self) -> None:
+        """Leaves process groups among trainers, after `close` on all of them."""
+
 
 class WeightUpdater:
     """Make it by `create` (or `colocated`, `split`, `disk`), collectively over all trainer ranks; `push` often."""
@@ -281,6 +284,14 @@ class WeightUpdater:
         """Leaves what was joined and frees shared memory; this rank only."""
         for transport in self._transports:
             transport.close()
+
+    def retire(self) -> None:
+        """`close`, and leaves the process groups that were made for it: another updater follows. Collective."""
+        self.close()
+        dist.barrier()  # whoever is here needs no message of those groups any more
+        self._ranks.leave()
+        for transport in self._transports:
+            transport.leave()
 
     def _attempt(
         self, model: nn.Module | Sequence[nn.Module], version: str, check_equal: bool, running: RunningRequests

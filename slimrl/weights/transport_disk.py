@@ -82,6 +82,9 @@ class DiskTransport:
         """Removes the run's own folder."""
         self.reset()
 
+    def leave(self) -> None:
+        """Nothing: there are no groups."""
+
 
 class Delivery:
     """What lies between the last written file and the servers that read it, on every trainer rank.

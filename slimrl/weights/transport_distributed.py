@@ -104,6 +104,9 @@ class DistributedTransport:
         self.reset()
         self._pool.shutdown(wait=False)  # a call to a server that hangs ends with its own time limit
 
+    def leave(self) -> None:
+        """Nothing: the group with the servers was left by `close`."""
+
     def _receive(self, server: ServerControl, bucket: Bucket) -> None:
         server.update_weights_from_distributed(
             names=[entry.name for entry in bucket.entries],

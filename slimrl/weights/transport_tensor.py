@@ -135,6 +135,12 @@ class TensorTransport:
         self._pool.shutdown()
         self.buffer.close()
 
+    def leave(self) -> None:
+        """Leaves the groups of suppliers."""
+        for link in self._links:
+            if link.group is not None:
+                dist.destroy_process_group(link.group)
+
 
 def _load(server: ServerControl, payloads: list[str]) -> None:
     server.update_weights_from_tensor(payloads, load_format=LOAD_FORMAT, weight_version=None, flush_cache=False)

@@ -29,10 +29,11 @@ def pushes(
     versions: list[str],
     folder: Path,
     check_equal: bool = True,
+    left: list[EngineEndpoint] | None = None,
 ) -> list[PushReport | str]:
     """Loads `hf_dir` into a Megatron model and pushes it under each version, `way` being a constructor's name.
 
-    The report of each push, or the text of its error.
+    The report of each push, or the text of its error. With `left`, another updater pushes to those engines in the end.
     """
     from slimrl.megatron import model, parallel
     from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
@@ -46,7 +47,10 @@ def pushes(
     more = (folder,) if way == "disk" else ()
     updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     results: list[PushReport | str] = []
-    for version in versions:
+    for version in [*versions, *(["left"] if left else [])]:
+        if version == "left":
+            updater.retire()
+            updater = make(ModelSource(shape, family, state), left, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
         try:
             results.append(updater.push(built, version=version, check_equal=check_equal))
         except WeightSyncError as error:
