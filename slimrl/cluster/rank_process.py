@@ -85,13 +85,13 @@ class Rank:
         )
 
     def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
-        """Trains on a pickled RolloutBatch; metrics per optimizer step, with the first what memory was noted."""
+        """Trains on a pickled RolloutBatch; metrics per step, with the first those of the rollout and memory."""
         try:
             first, *others = self._trainer.train(rollout_id, pickle.loads(batch))
         except FloatingPointError:
             self._trainer.finish_saves()  # every rank is here, and the run will want that checkpoint
             raise
-        return [first | self._trainer.memory_report.take(), *others]
+        return [first | self._trainer.rollout_report | self._trainer.memory_report.take(), *others]
 
     def sleep(self, keep_weights: bool) -> dict[str, int]:
         """Takes this rank off its device, all of it or all but the weights; bytes off the device now, by part."""

@@ -24,6 +24,7 @@ from slimrl.cluster.turns import Turns
 from slimrl.cluster.watchdog import Awaited, Patience, answers
 from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
+from slimrl.observability.prometheus import scrape_targets
 from slimrl.observability.run_checks import RunChecks
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.timeline import merge_at_end
@@ -238,11 +239,12 @@ class Run:
         self._log.step(self._record(rollout, train_metrics))
 
     def _record(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> StepRecord:
+        pushed = self._trainers.last_push if self._trainers is not None and "update_weights" in self._seconds else {}
         total = time.perf_counter() - self._started - self._seconds.get("save", 0.0)
         return StepRecord(
             step=rollout.rollout_id,
             weight_version=rollout.weight_version,
-            rollout=rollout.metrics,
+            rollout=rollout.metrics | pushed,
             train=train_metrics,
             seconds={**self._seconds, "total": total},
             memory=self._memory(),
@@ -315,6 +317,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         if data_state is not None and not args.only_evaluates:
             awaited = _of_manager(manager, "the position in the data")
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
+        log.announce(scrape_targets(args, [endpoint.url for endpoint in endpoints]))
         log.begin(start)
         beginning.close()
         yield Run(args, start, trainers, manager, supervisor, log, timeline, joining)

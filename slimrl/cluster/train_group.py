@@ -28,6 +28,7 @@ class TrainGroup:
         self._supervisor = supervisor
         self._check_equal = args.check_weight_update_equal  # until the first push
         self._has_slept = False
+        self.last_push: dict[str, float] = {}  # its metrics by their full names
         ranks = slots.plan.train
         log_dir = Path(args.run_dir).absolute() / "logs"
         self.workers = [
@@ -96,6 +97,10 @@ class TrainGroup:
         if check_equal:
             taken = report["check_seconds"]
             logger.info("the weights of every engine equal the trained ones, bit for bit (compared in %.1f s)", taken)
+        self.last_push = {
+            "perf/update_weights_wire_bytes": float(report["bytes"]),
+            "perf/update_weights_bytes_per_second": report["bytes"] / (report["seconds"] - report["check_seconds"]),
+        }
         return report
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:

@@ -19,13 +19,20 @@ def token_advantages(
     ref_log_probs: Tensor | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
+    """`token_returns`; with --normalize-advantages whitened over the trained tokens of all data-parallel ranks.
+
+    These are the ranks of `group`.
+    """
+    returns = token_returns(args, batch, log_probs, ref_log_probs)
+    return whitened(returns, batch.loss_mask.to(returns.device), group) if args.normalize_advantages else returns
+
+
+def token_returns(args: Arguments, batch: RolloutBatch, log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:
     """Float32 [response tokens of the rank]; group normalisation of the rewards has been done before.
 
     - reinforce_plus_plus (Hu 2025, equations 3 and 4): the discounted return of the reward at the last trained token
       and of -kl_coef * KL_t at every trained token.
     - all others: the sample's reward - kl_coef * KL_t.
-
-    With --normalize-advantages whitened over the trained tokens of all data-parallel ranks (`group`).
     """
     device = log_probs.device
     lengths, mask = batch.response_lengths.to(device), batch.loss_mask.to(device)
@@ -34,12 +41,8 @@ def token_advantages(
         penalty = args.kl_coef * kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
     if args.advantage_estimator == "reinforce_plus_plus":
         rewards = reward_at_the_end(batch.rewards.to(device), mask, lengths) - penalty.masked_fill(mask == 0, 0.0)
-        advantages = discounted_returns(rewards, lengths, args.gamma)
-    else:
-        advantages = torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
-    if args.normalize_advantages:
-        advantages = whitened(advantages, mask, group)
-    return advantages
+        return discounted_returns(rewards, lengths, args.gamma)
+    return torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
 
 
 def whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:

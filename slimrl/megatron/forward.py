@@ -202,22 +202,26 @@ def _run(
 
 
 @torch.no_grad()
-def compute_log_probs(
+def compute_scores(
     stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     settings: LogProbSettings,
     response_tokens: int,
     parallel: ParallelState,
     on_micro_batch: Callable[[], None],
-) -> Tensor:
+    *,
+    with_entropy: bool = False,
+) -> list[Tensor]:
     """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient.
+
+    With `with_entropy` the entropies of the distributions too.
 
     Equal on all ranks that share these samples (all but data-parallel ones). `on_micro_batch` is called at the begin
     of each.
     """
 
-    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-        return micro_batch.response_index, settings(output, micro_batch)[0]
+    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return micro_batch.response_index, settings(output, micro_batch)
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
@@ -228,10 +232,11 @@ def compute_log_probs(
     pieces = _run(stages, micro_batches, step, on_micro_batch, forward_only=True)
     for stage in stages:
         stage.train()
-    result = torch.zeros(response_tokens, device=parallel.device)
-    for index, log_probs in pieces:
-        result[index] = log_probs
-    return parallel.from_last_stage(result)
+    result = torch.zeros(1 + with_entropy, response_tokens, device=parallel.device)
+    for index, scores in pieces:
+        for row, values in zip(result, scores, strict=False):
+            row[index] = values
+    return list(parallel.from_last_stage(result))
 
 
 def forward_backward(

@@ -21,13 +21,14 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.rules.checkpoints import is_hf_model
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron import checkpoint, config, fsdp, overlap, parallel
+from slimrl.megatron.advantages import token_returns
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
 from slimrl.megatron.checkpoint_saver import CheckpointSaver
 from slimrl.megatron.first_weights import load_first_weights
 from slimrl.megatron.forward import (
     LogProbSettings,
     ResponseColumns,
-    compute_log_probs,
+    compute_scores,
     forward_backward,
     layer_tokens,
 )
@@ -35,15 +36,19 @@ from slimrl.megatron.freeze import freeze_parameters, trained_weights
 from slimrl.megatron.hf_export import ModelExporter
 from slimrl.megatron.loss import PolicyLossSettings, PolicyLossSums
 from slimrl.megatron.memory import MemoryReport
+from slimrl.megatron.memory_history import MemoryHistory
 from slimrl.megatron.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model import build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.own_loss import OwnLoss
+from slimrl.megatron.profiler import ACTOR, LOG_PROBS, OVERALL, PartProfiler
 from slimrl.megatron.reference import ReferenceWeights
 from slimrl.megatron.rollout_data import RolloutData, judged
+from slimrl.megatron.rollout_means import PhaseTimes, rollout_report
 from slimrl.megatron.step_guard import StepGuard
 from slimrl.megatron.step_metrics import reduce_step
+from slimrl.megatron.train_dump import save_train_data
 from slimrl.megatron.training_hooks import TrainingHooks, after_initialization
 from slimrl.observability.timeline_recorder import Timeline
 
@@ -56,7 +61,7 @@ class MegatronTrainer:
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
     that was resumed, else None), `parallel`, `stages` (the bare GPTModels of this rank: one, but for virtual stages).
     `memory` puts all of it to sleep and wakes it; a trainer that sleeps refuses to train and to save. `memory_report`
-    has how much it was.
+    has how much it was. `rollout_report` has means and speeds of the rollout trained on last (`rollout_means`).
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class MegatronTrainer:
         self.args = args
         self._on_progress = on_progress
         self._timeline = timeline if timeline is not None else Timeline.off()
+        self._profiler = PartProfiler(args, rank)
+        self._memory_history = MemoryHistory(args, rank)
         self.parallel = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
         )
@@ -99,6 +106,8 @@ class MegatronTrainer:
         fsdp.gather(self._wrapped)
         self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
+        self._times = PhaseTimes(self.parallel.device)
+        self.rollout_report: dict[str, float] = {}
         self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
@@ -172,9 +181,16 @@ class MegatronTrainer:
         loss or gradient is not finite, as `StepGuard` says; weights and optimizer are as before that step then.
         Raises CheckpointError where a save failed in the background.
         """
+        with self._profiler.part(OVERALL, rollout_id):
+            metrics = self._train(rollout_id, batch)
+        self._memory_history.trained()
+        return metrics
+
+    def _train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         self._saver.poll()
         self.memory.require("training", State.AWAKE)
-        steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+        with self._times.phase("data_preprocess"):
+            steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
         everything = [micro_batch for step in steps for micro_batch in step]
         passes = 1 + self.args.compute_advantages_and_returns + (self._reference is not None)
         count = itertools.count(1)
@@ -183,9 +199,13 @@ class MegatronTrainer:
             self._timeline.mark("micro-batch")
             self._on_progress(next(count), passes * len(everything))
 
-        columns, data = self._columns(rollout_id, batch, everything, advance)
+        with self._profiler.part(LOG_PROBS, rollout_id):
+            columns, data, entropy = self._columns(rollout_id, batch, everything, advance)
+        if self.args.save_debug_train_data is not None:
+            save_train_data(self.args.save_debug_train_data, rollout_id, batch, columns, self.parallel)
         metrics = []
-        with overlap.weights_gathered_late(self._wrapped):
+        part = self._profiler.part(ACTOR, rollout_id)
+        with self._times.phase("actor_train"), part, overlap.weights_gathered_late(self._wrapped):
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples
@@ -195,9 +215,16 @@ class MegatronTrainer:
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 with self._timeline.span("optimizer step", optimizer_step=number):
                     step = self._step(sums, where, lambda: columns.broken_samples(batch))
-                metrics.append(step | {"samples": float(samples)})
+                metrics.append(step | {"samples": float(samples), "global_batch_size": float(samples)})
                 self.memory_report.note(micro_batches)
+        self.rollout_report = self._report(batch, columns, entropy)
         return metrics
+
+    def _report(self, batch: RolloutBatch, columns: ResponseColumns, entropy: Tensor | None) -> dict[str, float]:
+        args, returns = self.args, None
+        if args.compute_advantages_and_returns and self._hooks.advantages is None:
+            returns = token_returns(args, batch, columns.train_log_probs, columns.ref_log_probs)
+        return rollout_report(args, batch, columns, returns, entropy, self._times.take(), self.parallel)
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
         multiple = self.args.data_pad_size_multiplier * self.parallel.tp_size
@@ -212,24 +239,36 @@ class MegatronTrainer:
 
     def _columns(
         self, rollout_id: int, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
-    ) -> tuple[ResponseColumns, RolloutData | None]:
-        """Everything the loss needs that does not change during the rollout's optimizer steps (see `judged`)."""
+    ) -> tuple[ResponseColumns, RolloutData | None, Tensor | None]:
+        """Everything the loss needs that does not change during the rollout's optimizer steps (see `judged`).
 
-        def log_probs(store_prefix: str) -> Tensor:
+        And with --use-rollout-entropy the entropy at each response token.
+        """
+
+        def scores(store_prefix: str, with_entropy: bool = False) -> list[Tensor]:
             self._hooks.before_log_probs(store_prefix)
             length = batch.loss_mask.numel()
-            return compute_log_probs(
-                self._wrapped, micro_batches, self._log_prob_settings, length, self.parallel, advance
-            )
+            name = f"{store_prefix}log_probs"
+            with self._times.phase(name), self._timeline.span(name):
+                return compute_scores(
+                    self._wrapped,
+                    micro_batches,
+                    self._log_prob_settings,
+                    length,
+                    self.parallel,
+                    advance,
+                    with_entropy=with_entropy,
+                )
 
-        train_log_probs = ref_log_probs = None
+        train_log_probs = ref_log_probs = entropy = None
         if self.args.compute_advantages_and_returns:
             if self._reference is not None:
                 with self._reference.swapped_in():
-                    ref_log_probs = log_probs("ref_")
-            train_log_probs = log_probs("")
+                    (ref_log_probs,) = scores("ref_")
+            train_log_probs, *rest = scores("", self.args.use_rollout_entropy)
+            entropy = rest[0] if rest else None
         parallel = self.parallel
-        return judged(
+        columns, data = judged(
             self.args,
             self._hooks,
             rollout_id,
@@ -239,6 +278,7 @@ class MegatronTrainer:
             parallel.dp_group,
             parallel.device,
         )
+        return columns, data, entropy
 
     def _begin_step(self, rollout_id: int, step_id: int) -> None:
         self._guard.begin()
@@ -274,11 +314,12 @@ class MegatronTrainer:
     def _step(self, sums: list[PolicyLossSums], where: str, broken_inputs: Callable[[], list[str]]) -> dict[str, float]:
         """The optimizer step, unless something is not finite (see `StepGuard`); the metrics of the whole step."""
         metrics = reduce_step(sums, self._loss_settings, self.parallel)
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         taken, norm = self._guard.step(metrics["loss"], where, broken_inputs)
         if taken:
             self.scheduler.step(1)
-        return metrics | {"grad_norm": norm, "lr": float(learning_rate), "skipped": float(not taken)}
+        metrics |= {f"lr-pg_{number}": rate for number, rate in enumerate(rates)}
+        return metrics | {"grad_norm": norm, "lr": rates[0], "skipped": float(not taken)}
 
     def _layers_add_losses(self) -> bool:
         """True where routers have losses of their own, for balance or for small logits."""
@@ -322,6 +363,7 @@ class MegatronTrainer:
     def close(self) -> None:
         """Finish saving and leave the process groups; the trainer is of no use afterwards."""
         self._saver.close()
+        self._memory_history.close()
         self.memory.close()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

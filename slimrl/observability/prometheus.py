@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slimrl.arguments import Arguments
 from slimrl.observability.metric_table import METRICS
 from slimrl.observability.metrics import metric_of
 
@@ -41,12 +42,26 @@ def gauge_name(name: str) -> str:
     return "slimrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
+def scrape_targets(args: Arguments, server_urls: Sequence[str]) -> list[Target]:
+    """The run, its servers (--sglang-enable-metrics) and its router (--router-prometheus-port)."""
+    targets = []
+    if args.prometheus_port is not None:
+        targets.append(Target("slimrl", f"{args.prometheus_host}:{args.prometheus_port}"))
+    if args.sglang_options.get("enable_metrics"):
+        targets += [Target("sglang", url.partition("://")[2].rstrip("/")) for url in server_urls]
+    router_port = args.router_options.get("prometheus_port")
+    if router_port is not None and server_urls:
+        targets.append(Target("router", f"{args.router_options.get('prometheus_host', '127.0.0.1')}:{router_port}"))
+    return targets
+
+
 def write_targets(path: Path, run: str, targets: Sequence[Target]) -> None:
     """Prometheus' `file_sd` format; replaced in one move, because Prometheus watches the file."""
     groups = [
         {"targets": [target.address], "labels": {"job": target.job, "run": run, "__metrics_path__": target.path}}
         for target in targets
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     unfinished.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

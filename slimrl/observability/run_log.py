@@ -22,7 +22,7 @@ from typing import Protocol
 from slimrl.arguments import Arguments
 from slimrl.observability.charts import TRAIN_AXIS, Charts, TensorBoard
 from slimrl.observability.metrics import axis_of, combine_steps
-from slimrl.observability.prometheus import PrometheusEndpoint
+from slimrl.observability.prometheus import TARGETS_FILE, PrometheusEndpoint, Target, write_targets
 from slimrl.observability.summary import Summary
 from slimrl.observability.wandb_run import WandbRun, WandbSettings
 
@@ -136,6 +136,13 @@ class RunLog:
         starts = {axis: self._number(axis, first_step) for axis in (TRAIN_AXIS, "eval/step", "rollout/step")}
         for charts in self._charts:
             charts.begin(starts)
+
+    def announce(self, targets: Sequence[Target]) -> None:
+        """Write down what Prometheus can scrape, before `begin`; nothing where that is nothing."""
+        if targets:
+            path = self.run_dir / TARGETS_FILE
+            write_targets(path, self.run_dir.name, targets)
+            self._summary.paths["prometheus"] = str(path)
 
     def _number(self, axis: str, step: int) -> int:
         """Where `step`, the next one, is on an axis."""

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.observability.prometheus import PrometheusError, Target, gauge_name, write_targets
+from slimrl.observability.prometheus import PrometheusError, Target, gauge_name, scrape_targets, write_targets
 from slimrl.observability.run_log import RunLog
 from slimrl.observability.summary import load_summary
 from tests.observability.test_run_log import Result, record
@@ -94,6 +94,22 @@ def test_two_metrics_that_become_one_name_stay_two_by_their_label(tmp_path):
         log.step(record(0, rollout={"rollout/raw_reward": 0.5, "rollout/a-b": 1.0, "rollout/a_b": 2.0}))
         found = scrape(port)
     assert (found["rollout/a-b"], found["rollout/a_b"]) == (1.0, 2.0)
+
+
+def test_whoever_is_asked_for_metrics_is_a_target(tmp_path):
+    urls = ["http://10.0.0.2:20001", "http://10.0.0.3:20002/"]
+    args = Arguments(run_dir=str(tmp_path), prometheus_port=9400)
+    assert scrape_targets(args, urls) == [Target("slimrl", "127.0.0.1:9400")]
+    args = Arguments(sglang_options={"enable_metrics": True}, router_options={"prometheus_port": 9401})
+    assert scrape_targets(args, urls) == [
+        Target("sglang", "10.0.0.2:20001"),
+        Target("sglang", "10.0.0.3:20002"),
+        Target("router", "127.0.0.1:9401"),
+    ]
+    assert scrape_targets(Arguments(), urls) == []
+    with RunLog(tmp_path / "run", versions={}) as log:
+        log.announce(scrape_targets(args, urls))
+    assert load_summary(tmp_path / "run")["paths"]["prometheus"] == str(tmp_path / "run" / "prometheus.json")
 
 
 def test_the_targets_stand_in_the_format_that_prometheus_reads(tmp_path):

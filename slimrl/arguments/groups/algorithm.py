@@ -94,11 +94,7 @@ class AlgorithmArguments:
         "keep an older copy of the weights for the old log-probabilities",
         not_served="use --use-rollout-logprobs, whose old policy is the one that generated",
     )
-    use_rollout_entropy: bool = flag(
-        False,
-        "entropy in the log-probability pass too",
-        not_served="entropy is logged from the training pass; leave it out",
-    )
+    use_rollout_entropy: bool = flag(False, "log the entropy before training too, of all samples (rollout/entropy)")
     use_tis: bool = flag(
         False, "weigh each token by training's over the engines' probability (truncated importance sampling)"
     )
@@ -109,9 +105,7 @@ class AlgorithmArguments:
         "function that corrects the policy loss with --use-tis (dotted import path; weights within the two bounds)",
     )
     get_mismatch_metrics: bool = flag(
-        False,
-        "log how engines and training differ",
-        not_served="train_rollout_logprob_abs_diff is logged at every step without it; leave it out",
+        False, "log KL and perplexities of engines and training for the same samples (train/mismatch_...)"
     )
     use_opsm: bool = flag(
         False, "leave out samples with a negative advantage that have drifted off-policy (DeepSeek-V3.2)"

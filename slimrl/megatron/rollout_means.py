@@ -1,0 +1,147 @@
+"""What training knows of a rollout as plain means over its samples, and how fast it was trained on.
+
+Promises the same numbers in every layout: sums in float64 over the data-parallel ranks, in one collective. Called by
+the trainer, once per rollout. Names: `slimrl.observability.metric_table`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.reduction import sample_mean_weights
+from slimrl.arguments import Arguments
+from slimrl.arguments.plan.flops import FORWARD_AND_BACKWARD, forward_flops
+from slimrl.arguments.plan.shape import shape_of
+from slimrl.data.batch import RolloutBatch
+from slimrl.megatron.forward import ResponseColumns
+from slimrl.megatron.parallel import ParallelState
+
+CORRECT_REWARD = 1.0
+# passes over the model -> what they cost in forward passes
+_PASSES = {"ref_log_probs": 1, "log_probs": 1, "actor_train": FORWARD_AND_BACKWARD}
+
+
+class PhaseTimes:
+    """Seconds of a rollout's phases on this rank; a phase ends when its work on the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time of a block."""
+        started = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+
+def rollout_report(
+    args: Arguments,
+    batch: RolloutBatch,
+    columns: ResponseColumns,
+    returns: Tensor | None,
+    entropy: Tensor | None,
+    seconds: dict[str, float],
+    parallel: ParallelState,
+) -> dict[str, float]:
+    """Means of all samples and speeds, equal on every rank but for the seconds; collective over data-parallel ranks.
+
+    `returns` and `entropy` are float32 [response tokens] where they are known; `seconds` by phase (`PhaseTimes`).
+    """
+    sums = {
+        "samples": float(len(batch)),
+        "tokens": float(batch.total_lengths.sum()),
+        "flops": float(forward_flops(shape_of(args), batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
+        "rollout/rewards": float(batch.rewards.double().sum()),
+        "rollout/truncated": float(batch.truncated.sum()),
+        "rollout/response_lengths": float(batch.response_lengths.sum()),
+        "rollout/total_lengths": float(batch.total_lengths.sum()),
+    }
+    if args.compute_advantages_and_returns:
+        sums |= _policy_sums(args, batch, columns, returns, entropy)
+    values = torch.tensor(list(sums.values()), dtype=torch.float64, device=parallel.device)
+    dist.all_reduce(values, group=parallel.dp_group)
+    total = dict(zip(sums, values.tolist(), strict=True))
+    samples, tokens, flops = total.pop("samples"), total.pop("tokens"), total.pop("flops")
+    correct = total.pop("correct", 0.0)
+    of_correct = total.pop("rollout/correct_entropy", 0.0)
+    means = {name: value / max(samples, 1.0) for name, value in total.items()}
+    if correct:
+        means["rollout/correct_entropy"] = of_correct / correct
+    return means | _speeds(seconds, tokens, flops, parallel.world_size)
+
+
+def _policy_sums(
+    args: Arguments, batch: RolloutBatch, columns: ResponseColumns, returns: Tensor | None, entropy: Tensor | None
+) -> dict[str, float]:
+    """Sums over samples of the means over their trained tokens."""
+    mask, lengths = columns.loss_mask, batch.response_lengths.to(columns.loss_mask.device)
+    weights = sample_mean_weights(mask, lengths).double()
+    sample_of_token = torch.repeat_interleave(torch.arange(len(batch), device=mask.device), lengths)
+
+    def per_sample(values: Tensor) -> Tensor:
+        """Float64 [samples]."""
+        weighted = values.masked_fill(mask == 0, 0.0).double() * weights
+        return weighted.new_zeros(len(batch)).index_add_(0, sample_of_token, weighted)
+
+    train, rollout = columns.train_log_probs, columns.rollout_log_probs
+    of_samples = {
+        "rollout/log_probs": per_sample(train),
+        "rollout/rollout_log_probs": per_sample(rollout),
+        "rollout/advantages": per_sample(columns.advantages),
+    }
+    if columns.ref_log_probs is not None:
+        of_samples["rollout/ref_log_probs"] = per_sample(columns.ref_log_probs)
+        of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, args.kl_loss_type))
+    if returns is not None:
+        of_samples["rollout/returns"] = per_sample(returns)
+    if entropy is not None:
+        of_samples["rollout/entropy"] = per_sample(entropy)
+        if args.log_correct_samples:
+            correct = (batch.raw_rewards >= CORRECT_REWARD).to(mask.device).double()
+            of_samples |= {"correct": correct, "rollout/correct_entropy": of_samples["rollout/entropy"] * correct}
+    if args.get_mismatch_metrics:
+        of_samples |= _mismatch(per_sample(train), per_sample(rollout), per_sample(_k3(train, rollout)))
+    return dict(zip(of_samples, torch.stack([values.sum() for values in of_samples.values()]).tolist(), strict=True))
+
+
+def _k3(train: Tensor, rollout: Tensor) -> Tensor:
+    """exp(d) - 1 - d with d = train - rollout: the KL to training's of the engines' policy, who drew the tokens."""
+    gap = train - rollout
+    return gap.expm1() - gap
+
+
+def _mismatch(train: Tensor, rollout: Tensor, k3: Tensor) -> dict[str, Tensor]:
+    """From mean log-probabilities, float64 [samples]; names without prefix are the first optimizer step's."""
+    return {
+        "mismatch_kl": rollout - train,
+        "mismatch_k3_kl": k3,
+        "mismatch_training_ppl": (-train).exp(),
+        "mismatch_rollout_ppl": (-rollout).exp(),
+        "mismatch_log_ppl_abs_diff": (train - rollout).abs(),
+    }
+
+
+def _speeds(seconds: dict[str, float], tokens: float, flops: float, world_size: int) -> dict[str, float]:
+    found = {f"perf/{name}_time": value for name, value in seconds.items()}
+    for name, passes in _PASSES.items():
+        if name in seconds:
+            found[f"perf/{name}_tflops"] = passes * flops / seconds[name] / world_size / 1e12
+    if "actor_train" in seconds:
+        found["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
+    return found
