@@ -42,16 +42,21 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
     per_node = (
         "as the cluster has it" if plan.surroundings.nodes else f"by --num-gpus-per-node {plan.args.num_gpus_per_node}"
     )
-    for index, slots in enumerate(where.engines):
+    engines = [(f"engine {index}", "--rollout-num-gpus-per-engine", slots) for index, slots in enumerate(where.engines)]
+    engines += [
+        (f"server {index} of the reward model", "--rm-num-gpus-per-engine", slots)
+        for index, slots in enumerate(where.reward)
+    ]
+    for name, flag, slots in engines:
         shares = where.shares(slots)
         if len(shares) > 1 and (
             len(set(shares.values())) > 1 or any(n != where.on_node(at) for at, n in shares.items())
         ):
             listed = ", ".join(f"{n} of the {where.on_node(at)} on node {at}" for at, n in shares.items())
             yield Problem(
-                "--rollout-num-gpus-per-engine",
-                f"engine {index} would get the slots {slots[0]} to {slots[-1]}: {listed} ({per_node}), and an engine"
-                " lies on one node or fills whole nodes alike: choose training slots and --rollout-num-gpus-per-engine"
+                flag,
+                f"{name} would get the slots {slots[0]} to {slots[-1]}: {listed} ({per_node}), and an engine"
+                f" lies on one node or fills whole nodes alike: choose training slots and {flag}"
                 " so that engines end where nodes do.",
             )
             return

@@ -74,6 +74,48 @@ def test_split_roles_show_their_own_nodes(recipe):
     assert "16 slots, on 2 nodes of 8 slots each" in flat
 
 
+@pytest.fixture
+def judge(tmp_path):
+    """A reward model of 3000 weights in bfloat16."""
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    safetensors(
+        folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": [50, 40], "score.weight": [1, 1000]}
+    )
+    return folder
+
+
+@pytest.mark.parametrize(("placement", "total", "where"), [(SPLIT, 12, "1: 2-3"), (COLOCATED, 10, "1: 0-1")])
+def test_a_reward_model_has_slots_servers_and_memory_of_its_own(recipe, judge, placement, total, where):
+    more = f"--rm-type reward_model --rm-model {judge} --rm-num-gpus 2 --rm-num-gpus-per-engine 2"
+    plan = plan_of(recipe, f"{more} --rollout-num-gpus 8", placement=placement)
+    flat = re.sub(r"[ ]+", " ", render(plan))
+    assert f"reward model 2 {where}" in flat and f"{total} slots" in flat
+    assert f"reward model: 1 server more, at {where}" in flat
+    assert f"with: --model-path {judge} --tp-size 2 --is-embedding" in flat
+    assert plan.reward_weights == 3000 * 2 // 2  # two bytes each, over two slots
+    as_floats = plan_of(
+        recipe, more + ' --rm-server-options {{"dtype":"float32"}} --rollout-num-gpus 8', placement=placement
+    )
+    assert as_floats.reward_weights == 3000 * 4 // 2
+
+
+def test_a_reward_model_that_does_not_fit_is_refused(recipe, judge):
+    flags = f"--rm-type reward_model --rm-model {judge}"
+    small = plan_of(recipe, f"{flags} --slot-memory-gib 0.000004")
+    assert any(sentence.startswith("the reward model's weights take ") for sentence in sentences(small))
+    few = plan_of(recipe, flags, around=Surroundings(Machine((), None), nodes=[8]))
+    (sentence,) = sentences(few)
+    assert "ask for 9 slots (8 for training, 8 for engines, the same ones, 1 for the reward model)" in sentence
+    flags = f"{flags} --rm-num-gpus 2 --rm-num-gpus-per-engine 2"
+    split = plan_of(recipe, flags, around=Surroundings(Machine((), None), nodes=[9, 9]))
+    (sentence,) = sentences(split)
+    assert sentence.startswith(
+        "server 0 of the reward model would get the slots 8 to 9: 1 of the 9 on node 0, 1 of the 1"
+    )
+
+
 def test_the_asynchronous_program_says_that_it_runs_ahead(recipe):
     assert "one rollout ahead" in render(plan_of(recipe, placement=SPLIT, entry="train_async.py"))
 
