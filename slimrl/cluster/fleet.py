@@ -17,6 +17,7 @@ from slimrl.cluster.slots import Slots
 from slimrl.processes.memory import resident_gib
 from slimrl.sglang.router import RouterProcess
 from slimrl.sglang.router_control import RunningRouter
+from slimrl.sglang.routing import routing_options
 from slimrl.weights.sync import EngineEndpoint
 
 AnyEngine = Engine | ExternalEngine
@@ -63,7 +64,11 @@ class Fleet:
             router = RouterProcess(
                 host=ray.util.get_node_ip_address(),
                 port=args.sglang_router_port,
-                options={"request_timeout_secs": args.sglang_router_request_timeout_secs, **args.router_options},
+                options={
+                    "request_timeout_secs": args.sglang_router_request_timeout_secs,
+                    **routing_options(args),
+                    **args.router_options,
+                },
                 log_path=log_path,
             )
             router.start()

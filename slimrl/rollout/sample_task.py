@@ -117,6 +117,8 @@ class SampleMaker:
             made: Any = [sample]
         else:
             function, names = self._function(policy.custom_generate_path)
+            kind = "eval-sample" if policy.evaluation else "sample"
+            sample.session_id = sample.session_id or f"{kind}-{sample.index}"  # it may be a conversation
             offers = {"engine": engine, "tokenizer": self._tokenizer, "evaluation": policy.evaluation}
             made = await function(self._args, sample, params, **{name: offers[name] for name in names})
             made = made if isinstance(made, list) else [made]

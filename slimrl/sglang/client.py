@@ -31,7 +31,7 @@ from slimrl.sglang.request_stats import RequestStats
 
 logger = logging.getLogger(__name__)
 
-# the router's policies "manual" and "consistent_hashing" send equal keys to one server (its prefix cache)
+# the router's policy "manual" sends equal keys to one server (its prefix cache), see `routing.py`
 SESSION_HEADER = "X-SMG-Routing-Key"
 MAX_LOSSES = 6  # a request that every server dies of must not end all of them
 KEEP_TRYING_S = 16.0

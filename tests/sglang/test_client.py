@@ -10,12 +10,14 @@ import orjson
 import pytest
 from aiohttp import web
 
+from slimrl.arguments import Arguments
 from slimrl.sglang import client as client_module
 from slimrl.sglang.answers import generation_of
 from slimrl.sglang.client import SESSION_HEADER, RouterClient
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.errors import EngineError, EngineRequestError, EngineTimeoutError, EngineUnavailableError
 from slimrl.sglang.ports import claim_ports
+from slimrl.sglang.routing import routing_options
 
 ANSWER = {
     "text": "ab",
@@ -216,6 +218,27 @@ def test_requests_in_flight_or_waiting_end_when_the_client_is_closed_and_are_not
     waiting, in_flight = asyncio.run(body())
     assert "not open" in str(waiting) and "the client was closed" in str(in_flight)
     assert calls == 2
+
+
+def test_the_router_follows_sessions_where_samples_may_be_conversations_and_the_user_did_not_say():
+    plain, own = Arguments(), Arguments(custom_generate_function_path="mine.generate")
+    assert routing_options(plain) == {}
+    assert routing_options(own) == {"policy": "manual", "assignment_mode": "min_load"}
+    own.router_options = {"policy": "cache_aware"}
+    assert routing_options(own) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<html>", "cannot be read: JSON is malformed.*begins '<html>'"),
+        (orjson.dumps({**ANSWER, "meta_info": {}}), "cannot be read: .*missing required field"),
+        (orjson.dumps(ANSWER).replace(b"-0.25", b"null"), "cannot be read: Expected `float`, got `null`"),
+    ],
+)
+def test_an_answer_that_is_none_says_what_is_wrong_with_it(content, message):
+    with pytest.raises(EngineUnavailableError, match=message):
+        generation_of(content)
 
 
 def test_a_silent_engine_is_a_time_out():

@@ -21,12 +21,15 @@ from torch.distributed.distributed_c10d import _new_process_group_helper
 from transformers import AutoTokenizer
 
 from examples import calculator
+from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.rollout.engine import Generation
 from slimrl.rollout.sampling import SamplingPlan
 from slimrl.sglang.client import RouterClient
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.errors import EngineError, EngineRequestError
+from slimrl.sglang.router import RouterProcess
+from slimrl.sglang.routing import routing_options
 from tests.sglang import rollout_jobs
 
 pytestmark = pytest.mark.slow
@@ -109,6 +112,41 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(fleet):
     batch = generate_all(fleet, [PROMPT] * 16, lambda i: sampling(24, sampling_seed=77 if i % 2 else 1000 + i))
     assert all(answer.token_ids == alone.token_ids for answer in batch[1::2])
     assert len({tuple(answer.token_ids) for answer in batch[0::2]}) == 8
+
+
+def test_the_turns_of_a_session_reach_one_server_whatever_they_say(fleet, controls, tmp_path):
+    """Each server's weight version tells which of them answered."""
+    args = Arguments(custom_generate_function_path="examples.calculator.generate")
+    router = RouterProcess(log_path=tmp_path / "router.log", options=routing_options(args))
+    before = [control.weight_version() for control in controls]
+
+    async def body():
+        async with RouterClient(router.url, [], concurrency=64, request_timeout_s=60) as client:
+
+            async def converse(session: str | None, prompts) -> list[str]:
+                answers = [await client.generate(ids, sampling(1), session_id=session) for ids in prompts]
+                return [answer.weight_version for answer in answers]
+
+            sessions = [converse(f"session {i}", random_prompts(5, seed=i)) for i in range(12)]
+            others = [converse(None, random_prompts(5, seed=i)) for i in range(12, 24)]
+            return await asyncio.gather(*sessions), await asyncio.gather(*others)
+
+    try:
+        for control, name in zip(controls, ("left", "right"), strict=True):
+            control.set_weight_version(name)
+        router.start()
+        router.wait_alive(60)
+        for server in fleet.servers:
+            router.add_worker(server.url)
+        router.wait_ready(2, 60)
+        sessions, others = asyncio.run(body())
+    finally:
+        router.stop()
+        for control, version in zip(controls, before, strict=True):
+            control.set_weight_version(version)
+    assert all(len(set(versions)) == 1 for versions in sessions)
+    assert {versions[0] for versions in sessions} == {"left", "right"}
+    assert any(len(set(versions)) == 2 for versions in others)
 
 
 def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
