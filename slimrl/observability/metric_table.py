@@ -138,6 +138,18 @@ ROLLOUT = (
         "count",
         when="--partial-rollout",
     ),
+    Metric(
+        "rollout/staleness/{mean,max}",
+        "age of a sample: rollouts between the weights that drew its oldest token and those it trains",
+        "rollouts",
+    ),
+    Metric("rollout/staleness/count_<n>", "samples of that age", "samples"),
+    Metric(
+        "rollout/staleness/dropped",
+        "finished groups that were too old to be trained on, and were begun anew",
+        "count",
+        when="--max-weight-staleness",
+    ),
     Metric("rollout/prefix_cache_hit_rate", "prompt tokens that a server had in its cache", "share"),
     Metric("rollout/avg_cached_tokens_per_sample", "such tokens by trained sample", "tokens"),
     Metric("rollout/spec_accept_rate", "draft tokens that the model accepted", "share", when="speculative decoding"),

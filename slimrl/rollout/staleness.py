@@ -39,7 +39,7 @@ def staleness_metrics(rollout_id: int, samples: Iterable[Sample]) -> dict[str, f
     ages = [rollout_id - version for version in oldest if version is not None]
     if not ages:
         return {}
-    counts = {f"rollout/staleness/{age}": float(count) for age, count in sorted(Counter(ages).items())}
+    counts = {f"rollout/staleness/count_{age}": float(count) for age, count in sorted(Counter(ages).items())}
     return {"rollout/staleness/mean": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages)), **counts}
 
 

@@ -1,0 +1,83 @@
+"""How old samples are, and which rollouts may go without waiting, against counting by hand."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.staleness import anew, may_go, oldest_version, staleness_metrics
+
+
+def sample(*spans, mask=None) -> Sample:
+    length = sum(count for _, count in spans)
+    return Sample(
+        "p",
+        tokens=[0] * (3 + length),
+        response="text",
+        response_length=length,
+        loss_mask=mask or [1] * length,
+        rollout_log_probs=[-1.0] * length,
+        version_spans=[list(span) for span in spans],
+        reward=1.0,
+        status=SampleStatus.COMPLETED,
+    )
+
+
+def test_a_sample_is_as_old_as_its_oldest_token():
+    assert oldest_version(sample(("4", 3), ("5", 2), ("11", 1))) == 4
+    assert oldest_version(sample(("10", 3), ("9", 1))) == 9  # numbers, not text
+
+
+def test_the_words_of_a_tool_have_no_age_but_trained_tokens_of_unknown_weights_may_be_as_old_as_the_sample():
+    tool = sample(("4", 2), ("", 2), ("5", 1), mask=[1, 1, 0, 0, 1])
+    assert oldest_version(tool, otherwise=1) == 4
+    unknown = sample(("4", 2), ("", 2), ("5", 1))
+    assert oldest_version(unknown, otherwise=1) == 1 and oldest_version(unknown) == 4
+    assert oldest_version(sample(("default", 2)), otherwise=3) == 3
+    assert oldest_version(Sample("p"), otherwise=3) == 3 and oldest_version(Sample("p")) is None
+
+
+def test_the_histogram_counts_samples_by_their_age_in_rollouts():
+    samples = [sample(("7", 2)), sample(("6", 1), ("7", 9)), sample(("4", 1)), sample(("6", 1)), Sample("p")]
+    assert staleness_metrics(7, samples) == {
+        "rollout/staleness/mean": (0 + 1 + 3 + 1) / 4,
+        "rollout/staleness/max": 3.0,
+        "rollout/staleness/count_0": 1.0,
+        "rollout/staleness/count_1": 2.0,
+        "rollout/staleness/count_3": 1.0,
+    }
+    assert staleness_metrics(7, [Sample("p")]) == {}
+
+
+def test_a_sample_begins_anew_from_its_prompt():
+    old = sample(("4", 2))
+    fresh = anew(old)
+    assert fresh == Sample("p", tokens=[0, 0, 0])
+    assert anew(fresh) is fresh and old.response_length == 2
+
+
+@given(
+    batch=st.integers(1, 3),
+    bound=st.integers(0, 3),
+    rollout=st.integers(0, 3),
+    ready=st.lists(st.integers(0, 3), max_size=9),
+    waiting=st.lists(st.integers(0, 3), max_size=6),
+)
+def test_a_rollout_goes_exactly_when_everybody_who_waits_still_finds_a_place(batch, bound, rollout, ready, waiting):
+    due = [sorted(rollout + min(last, bound) for last in group) for group in (ready, waiting)]
+    chosen, others = due[0][:batch], due[0][batch:]
+    if len(chosen) < batch:
+        return
+    allowed = may_go(rollout, chosen, due[1])
+    if fits(rollout + 1, batch, others + due[1]):
+        assert allowed  # nothing would be gained by waiting
+    elif fits(rollout, batch, due[0] + due[1]):
+        assert not allowed  # all could have a place, if those were waited for that have to go first
+    if not due[1]:
+        assert allowed
+
+
+def fits(first: int, batch: int, due: list[int]) -> bool:
+    """Whether groups can be dealt out to the rollouts from `first` on, none later than it is due: earliest first."""
+    return all(first + place // batch <= last for place, last in enumerate(sorted(due)))
