@@ -45,7 +45,7 @@ class EngineMemory:
         self, servers: Sequence[Server], when_lost: Callable[[Server, EngineError], None] | None = None
     ) -> None:
         self.servers = list(servers)
-        self._when_lost = when_lost
+        self.when_lost = when_lost
         self.released: tuple[str, ...] = ()  # tags
 
     def release(self) -> None:
@@ -91,10 +91,10 @@ class EngineMemory:
             try:
                 done.result()
             except EngineUnavailableError as error:
-                if self._when_lost is None:
+                if self.when_lost is None:
                     raise
                 self.servers = [other for other in self.servers if other is not server]
-                self._when_lost(server, error)
+                self.when_lost(server, error)
 
 
 def _listed(tags: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
 """Slot arithmetic, and the real placement of Ray on logical GPUs."""
 
-import types
-
 import pytest
 import ray
 
+from slimrl.arguments import Arguments
 from slimrl.cluster.session import SlotsMissingError, check_slots, ray_session, worker_environment
 from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
@@ -25,7 +24,7 @@ def flags(**changes):
         "rm_num_gpus": 3,
         "rm_num_gpus_per_engine": 1,
     }
-    return types.SimpleNamespace(**{**values, **changes})
+    return Arguments(**{**values, **changes})
 
 
 def test_split_training_comes_first_and_rollout_behind_it():

@@ -11,7 +11,7 @@ from tests.end_to_end import faults, harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, SEED = 24, 3
-KINDS = [("server", signal.SIGKILL), ("server", signal.SIGSTOP), ("router", signal.SIGKILL)]
+KINDS = [("server", signal.SIGKILL), ("scheduler", signal.SIGSTOP), ("router", signal.SIGKILL)]
 
 
 def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(tiny, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.cpu_defaults import with_defaults
-from slimrl.sglang.errors import EngineError, EngineRequestError
+from slimrl.sglang.errors import EngineError, EngineRequestError, EngineUnavailableError
 from slimrl.sglang.memory import EngineMemory, EngineMemoryError
 from slimrl.sglang.server import ServerProcess
 from slimrl.weights.roles import EngineEndpoint
@@ -53,6 +53,33 @@ def test_every_server_is_emptied_after_its_last_request_and_filled_in_parts():
             ("resume", ["kv_cache", "cuda_graph"]),
         ]
     assert memory.released == ()
+
+
+def test_the_others_go_on_without_a_server_that_is_gone_where_somebody_replaces_it():
+    class Gone(FakeServer):
+        def release_memory(self, tags):
+            raise EngineUnavailableError("http://gone cannot be reached")
+
+    servers, lost = [FakeServer(), Gone(), FakeServer()], []
+    with pytest.raises(EngineUnavailableError):
+        EngineMemory(servers).release()
+    memory = EngineMemory(servers, lambda server, error: lost.append((server, str(error))))
+    memory.release()
+    memory.resume()
+    assert lost == [(servers[1], "http://gone cannot be reached")]
+    for server in (servers[0], servers[2]):
+        assert server.told[-2:] == [("release", EVERYTHING), ("resume", EVERYTHING)]
+    assert [name for name, _ in servers[1].told] == ["flush", "flush"]
+
+
+def test_a_server_that_starts_later_is_brought_to_where_the_others_are():
+    memory, late = EngineMemory([FakeServer()]), FakeServer()
+    memory.adopt(late)
+    assert late.told == []
+    memory.release()
+    memory.resume(["weights"])
+    memory.adopt(late)
+    assert late.told == [("flush", []), ("release", ["kv_cache", "cuda_graph"])]
 
 
 def test_no_server_loses_memory_while_one_still_works():

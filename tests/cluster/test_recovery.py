@@ -1,0 +1,319 @@
+"""What is lost is replaced in order: ended, started anew, given weights, and only then asked; up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import http.server
+import json
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from slimrl.cluster.engine_actor import ServerEnd
+from slimrl.cluster.health_monitor import HealthFlags, HealthMonitor
+from slimrl.cluster.recovery import MAX_LOSSES, Recovery
+from slimrl.sglang.memory import EVERYTHING, EngineMemory
+from slimrl.weights.roles import EngineEndpoint
+from tests.megatron.launch import free_port
+
+NEVER = HealthFlags(1000.0, 1000.0, 0.0)
+
+
+class FakeEngine:
+    """A server that exists as a list of what was done to it."""
+
+    def __init__(self, index: int, life: int = 0, url: str | None = None) -> None:
+        self.index, self.life = index, life
+        self.name = f"{index}.{life}"
+        self.url = url or f"http://127.0.0.1:{1000 + 10 * index + life}"
+        self.done: list[str] = []
+        self.end: asyncio.Future[ServerEnd] = asyncio.get_running_loop().create_future()
+
+    @property
+    def endpoint(self) -> EngineEndpoint:
+        return EngineEndpoint(self.url, slots=[self.index])
+
+    def die(self) -> None:
+        self.end.set_result(
+            ServerEnd(f"SGLang server {self.name} died with exit code -9", Path("log"), "its last words")
+        )
+
+    async def watch(self) -> ServerEnd:
+        return await self.end
+
+    async def start(self, timeout_s: float) -> None:
+        self.done.append("started")
+
+    async def kill(self) -> None:
+        self.done.append("killed")
+
+    async def stopped(self) -> list[str]:
+        return []
+
+    async def last_log_lines(self) -> tuple[Path, str]:
+        return Path("log"), ""
+
+
+class FakeRouter:
+    """A router that knows servers, and can die."""
+
+    url, log_path = "http://127.0.0.1:1", Path("logs/router.log")
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+        self.logs: list[str] = []
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def restart(self, log_path: Path) -> None:
+        self.logs.append(log_path.name)
+        self.known, self.code = [], None
+
+    def wait_alive(self, timeout_s: float) -> None: ...
+
+    def wait_ready(self, count: int, timeout_s: float) -> None:
+        assert len(self.known) >= count
+
+    def workers(self) -> list[dict[str, str]]:
+        return [{"url": url} for url in self.known]
+
+    def add_worker(self, url: str) -> None:
+        self.known.append(url)
+
+    def remove_worker(self, url: str) -> None:
+        self.known.remove(url)
+
+    def last_log_lines(self, count: int) -> str:
+        return "the router's last words"
+
+
+class FakeFleet:
+    def __init__(self, count: int) -> None:
+        self.engines = [FakeEngine(index) for index in range(count)]
+        self.router = FakeRouter()
+        self.router.known = [engine.url for engine in self.engines]
+
+    def renew(self, index: int) -> FakeEngine:
+        self.engines[index] = FakeEngine(index, self.engines[index].life + 1)
+        return self.engines[index]
+
+
+@contextlib.asynccontextmanager
+async def recovering(count: int = 2, flags: HealthFlags = NEVER, *, weights_come: bool = True):
+    fleet = FakeFleet(count)
+    client = types.SimpleNamespace(server_urls=[engine.url for engine in fleet.engines], resent=0)
+    memory = EngineMemory([])
+    recovery = Recovery(flags, fleet, client, memory, weights_come=weights_come)
+    await asyncio.sleep(0)
+    try:
+        yield recovery, fleet, client, memory
+    finally:
+        await recovery.close()
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+def test_a_lost_server_is_ended_and_its_successor_is_asked_only_when_it_has_weights():
+    async def body():
+        async with recovering() as (recovery, fleet, client, _):
+            lost, other = fleet.engines
+            lost.die()
+            news = await recovery.news(0)
+            assert "SGLang server 0.0 died with exit code -9 (log: log)" in news.lines[0]
+            await until(lambda: recovery._places[0].phase.value == "waiting")
+            new = fleet.engines[0]
+            assert (lost.done, new.done, other.done) == (["killed"], ["started"], [])
+            assert fleet.router.known == client.server_urls == [other.url]
+            standing = await recovery.standing()
+            assert ([endpoint.url for endpoint in standing.waiting], standing.serving) == ([new.url], 1)
+
+            assert await recovery.begin_push(True) == [new.endpoint]
+            assert fleet.router.known == [other.url]
+            await recovery.end_push([new.url], "7")
+            assert sorted(fleet.router.known) == sorted(client.server_urls) == sorted([new.url, other.url])
+            client.resent = 5
+            assert recovery.take_metrics() == {
+                "rollout/faults/servers_lost": 1.0,
+                "rollout/faults/servers_replaced": 1.0,
+                "rollout/faults/router_restarts": 0.0,
+                "rollout/faults/requests_resent": 5.0,
+            }
+            assert set(recovery.take_metrics().values()) == {0.0}
+
+    asyncio.run(body())
+
+
+def test_without_training_a_successor_has_its_weights_from_the_start():
+    async def body():
+        async with recovering(1, weights_come=False) as (_, fleet, client, _memory):
+            fleet.engines[0].die()
+            await until(lambda: client.server_urls == [fleet.engines[0].url] and fleet.engines[0].life == 1)
+            await until(lambda: fleet.router.known == client.server_urls)
+
+    asyncio.run(body())
+
+
+def test_a_whole_push_waits_for_a_server_where_there_is_none():
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, _memory):
+            fleet.engines[0].die()
+            await recovery.news(0)
+            assert [endpoint.url for endpoint in await recovery.begin_push(False)] == [fleet.engines[0].url]
+            assert fleet.engines[0].life == 1
+
+    asyncio.run(body())
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_lines():
+    async def body():
+        async with recovering(2) as (recovery, fleet, _, _memory):
+            for life in range(MAX_LOSSES):
+                await until(
+                    lambda life=life: fleet.engines[1].life == life and recovery._places[1].phase.value != "lost"
+                )
+                fleet.engines[1].die()
+            message = await asyncio.wait_for(recovery.watch(), 10)
+            assert f"SGLang server 1.{MAX_LOSSES - 1} died with exit code -9" in message
+            assert "its last words" in message and f"lost {MAX_LOSSES} times in a row" in message
+
+    asyncio.run(body())
+
+
+def test_no_server_starts_while_training_has_the_slots():
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, memory):
+            memory.servers = []
+            await recovery.release_memory()
+            fleet.engines[0].die()
+            await recovery.news(0)
+            await asyncio.sleep(0.05)
+            assert fleet.engines[0].life == 0
+            await recovery.resume_memory(EVERYTHING[:1])
+            await asyncio.sleep(0.05)
+            assert fleet.engines[0].life == 0
+            await recovery.resume_memory(EVERYTHING[1:])
+            await until(lambda: recovery._places[0].phase.value == "waiting")
+            assert fleet.engines[0].life == 1
+
+    asyncio.run(body())
+
+
+def test_a_dead_router_comes_back_with_the_servers_that_serve():
+    async def body():
+        async with recovering(2) as (recovery, fleet, client, _):
+            fleet.router.code = -9
+            await until(lambda: fleet.router.known == client.server_urls)
+            await until(lambda: recovery.take_metrics()["rollout/faults/router_restarts"] == 1.0)
+            assert fleet.router.logs == ["router.1.log"]
+            for restarts in range(1, MAX_LOSSES):
+                await until(lambda restarts=restarts: len(fleet.router.logs) == restarts)
+                await until(lambda: fleet.router.known == client.server_urls)
+                fleet.router.code = -11
+            message = await asyncio.wait_for(recovery.watch(), 10)
+            assert "died with exit code -11; last lines of its log:\nthe router's last words" in message
+
+    asyncio.run(body())
+
+
+class StandIn:
+    """Answers as a server whose scheduler last spoke `silent_s` ago, and which answers questions or not."""
+
+    def __init__(self, silent_s: float = 0.0, *, answers: bool = True, running: int = 0) -> None:
+        self.silent_s, self.answers, self.running = silent_s, answers, running
+        stand_in = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                if self.path == "/server_info" and not stand_in.answers:
+                    stand_in.hang.wait(5)
+                now = datetime.datetime.now(datetime.UTC)
+                load = {"num_running_reqs": stand_in.running, "num_waiting_reqs": 0, "total_prefill_uncached_tokens": 9}
+                load["timestamp"] = now.timestamp() - stand_in.silent_s
+                body = json.dumps({"timestamp": now.isoformat(), "loads": [load]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    self.wfile.write(body)
+
+            def log_message(self, *_): ...
+
+        self.hang = threading.Event()
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    async def stopped(self) -> list[str]:
+        return []
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.hang.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def probed(server, *, pushing: bool = False) -> str | None:
+    async def body():
+        monitor = HealthMonitor(HealthFlags(0.01, 0.2, 0.0), 1)
+        monitor.pushing = pushing
+        try:
+            return await monitor.probe(server)
+        finally:
+            monitor.close()
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "answers", "pushing", "ill"),
+    [
+        (0.0, True, False, False),  # at work
+        (60.0, True, False, False),  # idle or paused: it says nothing by itself, but answers
+        (60.0, False, False, True),  # hangs
+        (60.0, False, True, False),  # waits in a broadcast
+    ],
+)
+def test_a_server_is_well_while_its_scheduler_speaks_or_answers(silent_s, answers, pushing, ill):
+    with StandIn(silent_s, answers=answers, running=3) as server:
+        found = probed(server, pushing=pushing)
+    expected = "has had a scheduler without a sign of life with 3 requests running and 0 queued for 0.2 s"
+    assert found == (f"{expected} (--rollout-health-check-timeout)" if ill else None)
+
+
+def test_a_server_that_does_not_answer_or_is_stopped_is_ill():
+    nobody = types.SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
+    assert probed(nobody) == "has not answered for 0.2 s (--rollout-health-check-timeout)"
+    with StandIn() as server:
+
+        async def stopped():
+            return ["sglang::scheduler (7)"]
+
+        server.stopped = stopped
+        assert "has had stopped processes, sglang::scheduler (7), for 0.2 s" in probed(server)
+
+
+def test_a_server_that_took_part_in_a_complete_rollout_may_die_again():
+    async def body():
+        with StandIn() as server:
+            async with recovering(1) as (recovery, fleet, _, _memory):
+                place = recovery._places[0]
+                place.losses, place.engine.url = MAX_LOSSES - 1, server.url
+                await recovery.generation_ends()
+                assert place.losses == 0
+
+    asyncio.run(body())
