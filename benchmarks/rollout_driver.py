@@ -89,10 +89,15 @@ class Fleet:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """One round of one way: wall time per sample, and CPU time per sample by process, in seconds."""
+    """One round of one way: wall time and CPU time per sample, the latter by process and of the event loop's thread.
+
+    `others` is how many cores the rest of the machine kept busy meanwhile.
+    """
 
     seconds: float
     cpu: dict[str, float]
+    loop_cpu: float
+    others: float
 
 
 class TimedClient:
@@ -245,10 +250,20 @@ def arguments(folder: Path, options: argparse.Namespace) -> Arguments:
 
 async def measured(fleet: Fleet, work: Callable[[], Awaitable[Any]], count: int) -> Figures:
     """One round of `count` samples."""
-    before, started = fleet.cpu_seconds(), time.perf_counter()
+    loop_before, busy_before, before = time.thread_time(), busy_seconds(), fleet.cpu_seconds()
+    started = time.perf_counter()
     await work()
-    seconds, after = time.perf_counter() - started, fleet.cpu_seconds()
-    return Figures(seconds / count, {name: (after[name] - before[name]) / count for name in PROCESSES})
+    seconds = time.perf_counter() - started
+    after, busy, loop_cpu = fleet.cpu_seconds(), busy_seconds() - busy_before, time.thread_time() - loop_before
+    cpu = {name: after[name] - before[name] for name in PROCESSES}
+    others = max(0.0, busy - sum(cpu.values())) / seconds
+    return Figures(seconds / count, {name: value / count for name, value in cpu.items()}, loop_cpu / count, others)
+
+
+def busy_seconds() -> float:
+    """CPU time so far of the whole machine."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 async def run(options: argparse.Namespace, folder: Path, fleet: Fleet) -> None:
@@ -305,7 +320,10 @@ def show(
         f" servers, {concurrency} requests in flight, {psutil.cpu_count()} cores, {batch_bytes:.0f} bytes per sample"
         " in the batches"
     )
-    print(f"{'':<26}{'samples/s':>10}{'(least':>9}{'most)':>8}   CPU us/sample: {'  '.join(PROCESSES)}")
+    print(
+        f"{'':<26}{'samples/s':>10}{'(least':>9}{'most)':>8}   CPU us/sample: {'  '.join(PROCESSES)}"
+        "  cores busy with other programs"
+    )
     driver_cpu = {}
     for name, figures in rounds.items():
         seconds = [figure.seconds for figure in figures]
@@ -314,11 +332,13 @@ def show(
         columns = "".join(f"{cpu[one]:>{len(one) + 2}.0f}" for one in PROCESSES)
         print(
             f"{name:<26}{1 / statistics.median(seconds):>10.0f}{1 / max(seconds):>9.0f}{1 / min(seconds):>8.0f}"
-            f"{'':<16}{columns}"
+            f"{'':<16}{columns}{statistics.median(figure.others for figure in figures):>12.1f}"
         )
     rate = 1 / statistics.median(figure.seconds for figure in rounds["slimrl, prompt to batch"])
     own = driver_cpu["slimrl, prompt to batch"]
+    loop_us = 1e6 * statistics.median(figure.loop_cpu for figure in rounds["slimrl, prompt to batch"])
     print(f"slimrl / target of {TARGET_PER_S:.0f} samples/s: {rate / TARGET_PER_S:.2f}")
+    print(f"CPU of the event loop's thread: {loop_us:.0f} us/sample, so at most {1e6 / loop_us:.0f} samples/s")
     for peer in ("aiohttp, answers decoded", "httpx, answers decoded"):
         print(f"driver CPU, slimrl / {peer}: {own / driver_cpu[peer]:.2f}")
     print(f"driver CPU of the known systems: {KNOWN_MS} per sample, {9e3 / own:.0f} to {13e3 / own:.0f} times as much")

@@ -257,6 +257,8 @@ def test_a_custom_generate_function_replaces_the_engine(roll, hooks):
     sample = output.groups[0][0]
     assert sample.metadata["seen"] == [64, False]
     assert sample.loss_mask == [1, 0, 1] and sample.reward == 1.0
+    # it may be a conversation, whose requests belong to one server
+    assert [one.session_id for one in output.groups[1]] == ["sample-2", "sample-3"]
 
 
 def test_a_custom_generate_function_may_fan_out(roll, hooks):
