@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.end_to_end import harness
+from tests.end_to_end import harness, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SPLIT = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "tensor_model_parallel_size": 2}
@@ -22,8 +22,21 @@ def assert_on_policy(steps):
         assert step["train_rollout_logprob_abs_diff_max"] < 1e-3
 
 
-def test_every_step_on_slots_of_its_own_is_on_policy(tiny, tmp_path):
-    done = finish("train.py", tiny, tmp_path)
+def test_every_step_on_slots_of_its_own_is_on_policy_and_all_charts_show_it(tiny, tmp_path):
+    port = metrics.free_port()
+    evaluation = {"eval_interval": 2, "eval_prompt_data": ["addition", f"{tiny.folder / 'eval.jsonl'}@[0:4]"]}
+    changes = {**SPLIT, "check_weight_update_equal": True, "num_rollout": 4, **evaluation, **metrics.flags(port)}
+    run = harness.start("train.py", tiny.flags(**changes), tmp_path, "split", tiny.home)
+    run.wait_for_line("step 2 |", 200)
+    scraped, shown = metrics.scrape(port), run.processes(metrics.KEY)
+    done = run.finish(200)
+    assert (done.code, done.left) == (0, []), done.output[-6000:]
+    assert shown == [] and metrics.KEY not in done.output
+    metrics.assert_all_agree(done.run_dir, done.summary)
+    step = metrics.in_charts(done.summary["steps"][int(scraped["rollout/step"])])
+    assert {name: value for name, value in scraped.items() if name in step and name != "perf/evaluate_time"} == {
+        name: value for name, value in step.items() if name != "perf/evaluate_time"
+    }
     assert done.steps("weight_version") == ["0", "1", "2", "3"]
     assert_on_policy(done.summary["steps"])
     first = done.summary["steps"][0]

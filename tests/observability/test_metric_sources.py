@@ -1,0 +1,54 @@
+"""No row of the table stands there for nothing: some text in the source makes its names."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from slimrl.observability.metric_table import METRICS
+from tests.observability.test_metrics import spelled_out
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = ("metric_table.py", "metrics.py", "metrics_docs.py", "report.py")
+PREFIXES = re.compile(r"^(train|rollout|eval|perf|memory|multi_turn|passrate)/")
+TELLING = 5  # characters of an f-string that tell a name from any other; times are told by their phase
+
+
+@functools.cache
+def texts() -> tuple[set[str], list[re.Pattern[str]]]:
+    """Every string in slimrl's source, and a pattern for every f-string that says enough."""
+    plain, patterns = set(), []
+    for path in (ROOT / "slimrl").rglob("*.py"):
+        if path.parent.name == "observability" and path.name in TABLES:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                plain.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+                said = PREFIXES.sub("", "".join(part or "" for part in parts))
+                if len(said) >= TELLING and said != "_time":
+                    patterns.append(re.compile("".join(".*" if part is None else re.escape(part) for part in parts)))
+    return plain, patterns
+
+
+def is_made(name: str) -> bool:
+    """Whether a string or an f-string makes the name, with or without what stands before its first slash."""
+    plain, patterns = texts()
+    bare = PREFIXES.sub("", name)
+    # times of phases and memory of processes are put together from words of their own
+    words = {name, bare, bare.removesuffix("_time"), re.sub(r"^(rank1|memory|planned_memory)_", "", bare)}
+    return bool(words & plain) or any(pattern.fullmatch(word) for word in (name, bare) for pattern in patterns)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_the_source_makes_every_name_of_the_row(metric):
+    missing = [name for name in spelled_out(metric) if not is_made(name)]
+    assert metric.name == "eval/<name>" or not missing
+
+
+def test_a_name_that_nothing_makes_is_noticed():
+    assert not is_made("rollout/a_name_of_nothing")
+    assert not is_made("perf/a_name_of_nothing_time")
