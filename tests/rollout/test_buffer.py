@@ -56,7 +56,8 @@ def numbers(groups):
 
 
 def test_without_a_filter_those_that_wait_longest_go_first(make_args):
-    for path in (None, "slime.rollout.filter_hub.buffer_filters.pop_first"):
+    in_slime = ("slime.rollout.filter_hub.buffer_filters.pop_first", "slime.rollout.data_source.pop_first")
+    for path in (None, *in_slime):
         buffer = GroupBuffer(make_args(buffer_filter_path=path))
         buffer.put([group(4), group(2)])
         buffer.put([group(3)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -188,6 +190,14 @@ def test_a_filter_may_answer_with_a_bool_a_tensor_or_a_reason(roll, own, name, r
     output, _ = roll(dynamic_sampling_filter_path=f"{own}.odd_{name}")
     assert [group[0].group_index for group in output.groups] == [1, 3, 5, 7]
     assert output.metrics[f"rollout/dynamic_filter/drop_{reason}"] >= 4
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_, np.array, torch.tensor, lambda keep: torch.tensor([float(keep)])])
+def test_a_filter_may_answer_with_any_kind_of_truth(kind):
+    for keep in (True, False):
+        assert DynamicFilterOutput.of(kind(keep)) == DynamicFilterOutput(keep)
+        reasoned = SimpleNamespace(keep=kind(keep), reason="because")  # a class of somebody else's, as slime's
+        assert DynamicFilterOutput.of(reasoned) == DynamicFilterOutput(keep, "because")
 
 
 def test_a_filter_that_answers_nothing_is_an_error(roll, own):
