@@ -87,6 +87,13 @@ class HealthMonitor:
             if (what := await self._lasting(lambda: self._router_silent(url))) is not None:
                 return what
 
+    async def standstill(self, server: Watched) -> str:
+        """Pending while no process of a server that is starting is stopped for too long; then which."""
+        while True:
+            await asyncio.sleep(self._flags.interval_s)
+            if (what := await self._lasting(lambda: self._stopped(server))) is not None:
+                return what
+
     async def probe(self, server: Watched) -> str | None:
         """One probe: None where the server is well."""
         for look in (self._silent, self._stopped, self._stuck):

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from slimrl.cluster.engine import Engine
 from slimrl.cluster.engine_actor import ServerEnd
-from slimrl.cluster.fleet import READY_TIMEOUT_S, Fleet
+from slimrl.cluster.fleet import READY_TIMEOUT_S, AnyEngine, Fleet
 from slimrl.cluster.health_monitor import HealthFlags, HealthMonitor
 from slimrl.cluster.router_keeper import RouterKeeper
 from slimrl.processes import ProcessStartError
@@ -51,7 +50,7 @@ class Phase(enum.Enum):
 class _Place:
     """One server's slots, and what became of the servers there."""
 
-    engine: Engine
+    engine: AnyEngine
     phase: Phase = Phase.SERVING
     losses: int = 0
     blamed: asyncio.Future[str] = dataclasses.field(default_factory=asyncio.Future)
@@ -251,7 +250,7 @@ class Recovery:
         self._starting.add(index)
         try:
             place.engine, place.blamed = self._fleet.renew(index), self._loop.create_future()
-            await place.engine.start(READY_TIMEOUT_S)
+            await self._start_of(place.engine)
             async with self._memory_turn:
                 await asyncio.to_thread(self._memory.adopt, ServerControl(place.engine.url))
                 place.phase = Phase.WAITING
@@ -263,6 +262,19 @@ class Recovery:
             self._event(f"SGLang server {place.engine.name} ({place.engine.url}) started and waits for weights")
         else:
             await self._admit([place], "started")
+
+    async def _start_of(self, engine: AnyEngine) -> None:
+        """Raises ProcessStartError where a process stands still meanwhile."""
+        start = asyncio.ensure_future(engine.start(READY_TIMEOUT_S))
+        standstill = asyncio.ensure_future(self._monitor.standstill(engine))
+        try:
+            await asyncio.wait([start, standstill], return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                raise ProcessStartError(f"it {standstill.result()}")
+            start.result()
+        finally:
+            standstill.cancel()
+            start.cancel()
 
     async def _admit(self, places: Sequence[_Place], what: str) -> None:
         for place in places:

@@ -55,7 +55,8 @@ class RouterKeeper:
                 what = await self._loss()
                 self.losses += 1
                 if self.losses >= MAX_LOSSES:
-                    return f"{name} {what}; last lines of its log:\n{self._router.last_log_lines(20)}\nit was lost {self.losses} times without a complete rollout"
+                    why = f"it was lost {self.losses} times without a complete rollout"
+                    return f"{name} {what}; last lines of its log:\n{self._router.last_log_lines(20)}\n{why}"
                 log = f" (log: {self._router.log_path})" if self._router.log_path is not None else ""
                 self._tell(f"{name} {what}{log}; it is started again")
                 async with self._turn:

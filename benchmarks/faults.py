@@ -1,0 +1,147 @@
+"""What faults cost, and that they change nothing: the same run twice, once with servers and the router being lost.
+
+    python benchmarks/faults.py [--steps 30] [--seed 1] [--entry train.py] [--colocate]
+
+Makes the tiny model and trains it with real SGLang and Megatron on two servers, undisturbed and then with
+`--use-fault-tolerance` while servers and the router are killed (SIGKILL) and stopped (SIGSTOP) at random moments drawn
+from the seed. Prints every hit, every line in which the run says what it lost and replaced, the counts, and the
+comparison: samples per step, indices, tokens and rewards. Peer: the undisturbed run. Target: no sample lost or doubled,
+and the same tokens and rewards wherever the same weights drew them. Ends with exit code 1 where that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from slimrl.data.sample import Sample  # noqa: E402
+from tests.end_to_end import faults, harness  # noqa: E402
+from tests.end_to_end.conftest import Tiny  # noqa: E402
+
+KINDS = [
+    ("server", signal.SIGKILL),
+    ("router", signal.SIGKILL),
+    ("scheduler", signal.SIGSTOP),
+    ("server", signal.SIGKILL),
+    ("scheduler", signal.SIGKILL),
+    ("router", signal.SIGSTOP),
+    ("scheduler", signal.SIGSTOP),
+]
+TIMEOUT_S = 500.0
+
+
+def prepared(folder: Path) -> Tiny:
+    """The tiny model and its checkpoint in `folder`."""
+    tiny = Tiny(folder / "made", folder / "home")
+    tiny.home.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    make = [ROOT / "tools/make_tiny_model.py", "--output-dir", tiny.folder, "--seed", "0"]
+    subprocess.run([sys.executable, *map(str, make)], check=True, env=environment, stdout=subprocess.DEVNULL)
+    convert = [ROOT / "tools/convert_hf_to_torch_dist.py", *tiny.model_args(), "--hf-checkpoint", tiny.model]
+    words = [sys.executable, *map(str, convert), "--save", str(tiny.torch_dist)]
+    subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return tiny
+
+
+def run(
+    tiny: Tiny, folder: Path, name: str, entry: str, steps: int, hits: list[faults.Hit], seed: int, *, colocate: bool
+) -> tuple[harness.Finished, list[list[Sample]], list[str]]:
+    """One run; its end, the samples of each step, and what was done to it."""
+    slots = {"colocate": True, "actor_num_gpus_per_node": 2}
+    if not colocate:
+        slots = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 2}
+    tolerance = {
+        "use_fault_tolerance": True,
+        "rollout_health_check_interval": 1,
+        "rollout_health_check_timeout": 3,
+    }
+    dumps = folder / name / "{rollout_id}.jsonl"
+    flags = tiny.flags(
+        **slots,
+        **(tolerance if hits else {}),
+        num_rollout=steps,
+        rollout_shuffle=None,
+        sglang_max_running_requests=2,
+        save_debug_rollout_data=dumps,
+    )
+    started = harness.start(entry, flags, folder, name, tiny.home)
+    try:
+        done_to_it = faults.strike(started, hits, seed, TIMEOUT_S)
+        done = started.finish(TIMEOUT_S)
+    except BaseException:
+        started.kill_everything()
+        raise
+    if done.code or done.left:
+        raise SystemExit(
+            f"the run {name} ended with exit code {done.code} and left {done.left}:\n{done.output[-6000:]}"
+        )
+    return done, faults.rollouts(dumps, steps), done_to_it
+
+
+def versions(sample: Sample) -> list[str]:
+    """The weights that drew the sample."""
+    return list(sample.weight_versions)
+
+
+def main() -> None:
+    """Runs both and prints what differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--entry", default="train.py", choices=("train.py", "train_async.py"))
+    parser.add_argument("--colocate", action="store_true")
+    options = parser.parse_args()
+    kinds = KINDS[: max(min(len(KINDS), options.steps - 2), 0)]
+    hits = faults.plan(options.seed, kinds, range(0, options.steps - 1), 0.5)
+    with tempfile.TemporaryDirectory(prefix="slimrl-faults-") as name:
+        folder = Path(name)
+        tiny = prepared(folder)
+        shape = (options.entry, options.steps)
+        calm, expected, _ = run(tiny, folder, "calm", *shape, [], 0, colocate=options.colocate)
+        hit, found, lines = run(tiny, folder, "hit", *shape, hits, options.seed, colocate=options.colocate)
+    print("what was done to the run:", *lines, "", "what the run says:", *faults.fault_lines(hit.output), sep="\n")
+
+    pairs = list(zip([s for step in expected for s in step], [s for step in found for s in step], strict=True))
+    alike = [(one, other) for one, other in pairs if versions(one) == versions(other)]
+    rows = {
+        "steps": (len(expected), len(found)),
+        "samples": (sum(map(len, expected)), sum(map(len, found))),
+        "samples in the fewest, the most of a step": tuple(
+            (min(map(len, run)), max(map(len, run))) for run in (expected, found)
+        ),
+        "distinct samples": tuple(
+            len({(s.group_index, s.index) for step in run for s in step}) for run in (expected, found)
+        ),
+        "mean reward": tuple(
+            f"{statistics.fmean(s.reward for step in run for s in step):.4f}" for run in (expected, found)
+        ),
+        "largest |train - rollout logprob|": tuple(
+            f"{max(done.steps('train_rollout_logprob_abs_diff_max')):.1e}" for done in (calm, hit)
+        ),
+        "seconds": (f"{calm.seconds:.0f}", f"{hit.seconds:.0f}"),
+    }
+    for count in ("servers_lost", "servers_replaced", "router_restarts", "requests_resent"):
+        rows[count.replace("_", " ")] = (0, f"{sum(hit.steps(f'rollout/faults/{count}')):g}")
+    print(f"\n{'':44}{'undisturbed':>14}{'hit':>14}")
+    for label, (one, other) in rows.items():
+        print(f"{label:44}{one!s:>14}{other!s:>14}")
+    same = {
+        "index and prompt": all((a.index, a.prompt) == (b.index, b.prompt) for a, b in pairs),
+        "tokens": all(a.tokens == b.tokens for a, b in alike),
+        "rewards": all(a.reward == b.reward for a, b in alike),
+    }
+    print(f"\nof {len(pairs)} samples {len(alike)} were drawn by the same weights in both runs; equal: {same}")
+    sys.exit(0 if all(same.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
