@@ -146,8 +146,6 @@ def _check(sample: Sample, position: int) -> None:
         )
     if sample.rollout_log_probs is None and sample.response_length:
         raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
-    if sample.loss_mask is not None and not _is_ones(sample.loss_mask) and not set(sample.loss_mask) <= {0, 1}:
-        raise ValueError(f"{name} has a loss_mask with other values than 0 and 1: a token is trained on or it is not")
     for field in _RESPONSE_COLUMNS:
         values = getattr(sample, field)
         if values is not None and len(values) != sample.response_length:
@@ -169,16 +167,19 @@ def _column(samples: list[Sample], field: str, lengths: list[int], dtype: type[n
 
 def _loss_mask(samples: list[Sample], lengths: list[int]) -> Tensor:
     values = torch.ones(sum(lengths), dtype=torch.float32)
-    for sample, part in zip(samples, values.split(lengths), strict=True):
+    for position, (sample, part) in enumerate(zip(samples, values.split(lengths), strict=True)):
+        mask = sample.loss_mask
+        is_ones = mask is None or mask.count(1) == len(mask)
+        if not is_ones and not set(mask) <= {0, 1}:
+            raise ValueError(
+                f"{_name(sample, position)} has a loss_mask with other values than 0 and 1: a token is trained on or it"
+                " is not"
+            )
         if sample.remove_sample:
             part.zero_()
-        elif sample.loss_mask is not None and not _is_ones(sample.loss_mask):
-            part.copy_(torch.tensor(sample.loss_mask))
+        elif not is_ones:
+            part.copy_(torch.tensor(mask))
     return values
-
-
-def _is_ones(mask: list[int]) -> bool:
-    return mask.count(1) == len(mask)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
