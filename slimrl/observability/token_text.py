@@ -15,6 +15,23 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
+class RememberingDecoder:
+    """A tokenizer that decodes each token by itself once only: the same ones come again and again."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def decode(self, token_ids: list[int]) -> str:
+        """As the tokenizer."""
+        if len(token_ids) != 1:
+            return self._tokenizer.decode(token_ids)
+        (token,) = token_ids
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.decode(token_ids)
+        return self._texts[token]
+
+
 def token_pieces(tokenizer: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, int]]:
     """(text, number of tokens) of the shortest runs of `tokens` that end where a character ends, in order.
 

@@ -6,6 +6,7 @@ tools/show_rollouts.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from importlib import resources
 from typing import Any
 
 from slimrl.data import version_spans
-from slimrl.data.sample import Sample
+from slimrl.data.sample import Sample, SampleStatus
 from slimrl.observability.dump import RolloutDump
-from slimrl.observability.token_text import Decoder, token_pieces
+from slimrl.observability.token_text import Decoder, RememberingDecoder, token_pieces
 
 _PREVIEW = 160  # characters of prompt and response in the table
 
@@ -27,6 +28,7 @@ def page(dumps: Sequence[RolloutDump], tokenizer: Decoder | None, *, reward_key:
     """
     import jinja2
 
+    tokenizer = None if tokenizer is None else RememberingDecoder(tokenizer)
     samples = [(_rollout_name(dump), sample) for dump in dumps for sample in dump.samples]
     names = [f"{rollout}/{sample.index}" for rollout, sample in samples]
     data = [_details(name, sample, tokenizer, reward_key) for name, (_, sample) in zip(names, samples, strict=True)]
@@ -37,8 +39,7 @@ def page(dumps: Sequence[RolloutDump], tokenizer: Decoder | None, *, reward_key:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text["page.html"])
     return template.render(
         title=f"Rollout {titles}",
-        samples=len(samples),
-        rollouts=len(dumps),
+        count=f"{_number(len(samples), 'sample')} in {_number(len(dumps), 'rollout')}",
         metrics=_mean_metrics(dumps),
         table=_table(rows),
         data=json.dumps(data).replace("<", "\\u003c"),  # no text can end the script element
@@ -68,7 +69,7 @@ def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
         "status": sample.status.value + (" (removed)" if sample.remove_sample else ""),
         "prompt tokens": sample.prompt_length,
         "response tokens": sample.response_length,
-        "mean logprob": statistics.fmean(sample.rollout_log_probs) if sample.rollout_log_probs else None,
+        "mean logprob": round(statistics.fmean(sample.rollout_log_probs), 3) if sample.rollout_log_probs else None,
         "weights": ", ".join(dict.fromkeys(sample.weight_versions)),
         "prompt": _preview(prompt_text(sample)),
         "response": _preview(sample.response),
@@ -105,22 +106,42 @@ def _details(name: str, sample: Sample, tokenizer: Decoder | None, reward_key: s
         "facts": {key: str(value) for key, value in facts.items() if value not in (None, "")},
         "prompt": prompt_text(sample),
         "response": _pieces(sample, tokenizer),
+        "truncated": sample.status is SampleStatus.TRUNCATED,
     }
 
 
-def _pieces(sample: Sample, tokenizer: Decoder | None) -> list[tuple[str, list[float], bool]]:
-    """(text, log-probabilities, whether it is trained on) of the response's pieces."""
+def _pieces(sample: Sample, tokenizer: Decoder | None) -> list[tuple[Any, ...]]:
+    """(text, log-probabilities, whether it is trained on) of the response's pieces.
+
+    Where several weights drew a response, the first piece of each has their version as a fourth entry.
+    """
     tokens = sample.tokens[sample.prompt_length :]
     if tokenizer is None or not tokens:
         return [(sample.response, [], True)]
     log_probs = sample.rollout_log_probs or []
     mask = sample.loss_mask or [1] * len(tokens)
+    begins = _version_begins(sample)
     pieces, start = [], 0
     for text, count in token_pieces(tokenizer, tokens):
         end = start + count
-        pieces.append((text, [round(value, 4) for value in log_probs[start:end]], any(mask[start:end])))
+        piece: tuple[Any, ...] = (text, [round(value, 4) for value in log_probs[start:end]], any(mask[start:end]))
+        versions = [begins[place] for place in range(start, end) if place in begins]
+        pieces.append((*piece, versions[-1]) if versions else piece)
         start = end
     return pieces
+
+
+def _version_begins(sample: Sample) -> dict[int, str]:
+    """By the place in the response the version that draws from there on; nothing where all is of one."""
+    if len(sample.version_spans) < 2:
+        return {}
+    counts = [int(count) for _, count in sample.version_spans]
+    starts = itertools.accumulate(counts, initial=0)
+    return {start: str(version) for start, (version, _) in zip(starts, sample.version_spans, strict=False)}
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -136,7 +157,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         showIndex=False,
         maxBytes=0,  # every sample, however many
         classes="display compact",
-        layout={"topStart": "search", "topEnd": "pageLength", "bottomStart": "info", "bottomEnd": "paging"},
+        layout={"topStart": None, "topEnd": "pageLength", "bottomStart": "info", "bottomEnd": "paging"},
         lengthMenu=[25, 100, 1000],
         style="width:100%",
     )

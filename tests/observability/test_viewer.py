@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -91,6 +92,19 @@ def test_without_a_tokenizer_a_response_is_one_text():
     assert hostile["response"] == [[HOSTILE, [], True]]
 
 
+def test_the_pieces_at_which_other_weights_go_on_say_which():
+    several = dataclasses.replace(sample(1, "five", 0.0), version_spans=[["3", 1], ["4", 2], ["", 1]])
+    one = dataclasses.replace(sample(0, "five", 0.0), version_spans=[["3", 4]])
+    shown, plain = data_of(page([RolloutDump(dump().header, [several, one])], Bytes()))
+    assert [(piece[0], piece[3:]) for piece in shown["response"]] == [
+        ("f", ["3"]),
+        ("i", ["4"]),
+        ("v", []),
+        ("e", [""]),
+    ]
+    assert [len(piece) for piece in plain["response"]] == [3] * 4
+
+
 def test_several_rollouts_have_samples_of_their_own_and_their_mean_metrics():
     text = page([dump(7, 0.5), dump(8, 0.25)], None)
     assert [entry["name"] for entry in data_of(text)] == ["7/0", "7/1", "8/0", "8/1"]
@@ -110,17 +124,21 @@ def test_the_tool_never_replaces_a_page_unasked(tmp_path):
     assert path.with_suffix(".html").read_text() == "mine"
 
 
-@pytest.mark.slow
-def test_a_real_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
+def in_a_browser(text: str, tmp_path: Path, fragment: str = "") -> str:
+    """What a real browser makes of a page, 5 seconds later, as HTML."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("there is no Chromium on this machine")
     path = tmp_path / "rollout.html"
-    path.write_text(page([dump()], Bytes()), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    options += ["--virtual-time-budget=5000", "--dump-dom", f"{path.as_uri()}#7%2F0"]
-    done = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120)
-    shown = done.stdout
+    options += ["--virtual-time-budget=5000", "--dump-dom", path.as_uri() + fragment]
+    return subprocess.run([browser, *options], capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.slow
+def test_a_real_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
+    shown = in_a_browser(page([dump()], Bytes()), tmp_path, "#7%2F0")
     assert "<title>Rollout 7</title>" in shown  # the response's script did not run
     assert re.search(r'<h2 id="sample-title">Sample 7/0</h2>', shown)
     assert "Showing 1 to 2 of 2 entries" in shown
@@ -131,3 +149,24 @@ def test_a_real_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
     assert first is not None
     assert first[1] == "log-probability -0.6931, probability 0.5000"
     assert [float(part) for part in first[2].split(",")] == pytest.approx([220, 38, 38, 0.1129], abs=0.003)
+
+
+@pytest.mark.slow
+def test_in_a_real_browser_a_search_finds_what_the_table_does_not_show_and_a_key_goes_on_to_the_next_sample(tmp_path):
+    long = "x" * 500
+    samples = [
+        sample(n, text, 0.0) for n, text in enumerate((f"needle {long}", long, f"a Needle{long}", f"needle{long}"))
+    ]
+    action = """<script>setTimeout(() => {
+        const find = document.getElementById("find");
+        find.value = "needle truncated";  // sample 0 is completed
+        find.dispatchEvent(new Event("input"));
+        for (const key of ["ArrowDown", "ArrowDown"]) {
+            find.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+        }
+    }, 2000)</script></body>"""
+    shown = in_a_browser(page([RolloutDump(dump().header, samples)], Bytes()).replace("</body>", action), tmp_path)
+    assert "Showing 1 to 2 of 2 entries (filtered from 4 total entries)" in shown
+    assert '<h2 id="sample-title">Sample 7/3</h2>' in shown
+    assert re.findall(r'<tr class="chosen"[^>]*><td[^>]*>([^<]*)', shown) == ["7/3"]
+    assert "… cut off at the longest response" in shown

@@ -17,7 +17,11 @@ function redness(logProb) {
   return Math.min(1, Math.max(0, -logProb / Math.log(100))) * 0.75;
 }
 
-function piece([text, logProbs, trained]) {
+function note(text, style) {
+  return Object.assign(document.createElement("span"), { textContent: text, className: style });
+}
+
+function piece([text, logProbs, trained, version]) {
   const span = document.createElement("span");
   span.textContent = text;
   if (logProbs.length) {
@@ -29,7 +33,7 @@ function piece([text, logProbs, trained]) {
     span.className = "untrained";
     span.title += "\nnot trained on";
   }
-  return span;
+  return version === undefined ? [span] : [note(version || "none", "version"), span];
 }
 
 function show(name) {
@@ -40,20 +44,83 @@ function show(name) {
   document.getElementById("sample-title").textContent = `Sample ${sample.name}`;
   document.getElementById("facts").replaceChildren(...Object.entries(sample.facts).map(([key, value]) => fact(key, value)));
   document.getElementById("prompt").textContent = sample.prompt;
-  document.getElementById("response").replaceChildren(...sample.response.map(piece));
+  document.getElementById("response").replaceChildren(...sample.response.flatMap(piece));
+  if (sample.truncated) {
+    document.getElementById("response").append(note(" … cut off at the longest response", "cut"));
+  }
+  document.getElementById("of-versions").hidden = !sample.response.some((entry) => entry.length > 3);
   panel.hidden = false;
   panel.scrollTop = 0;
   history.replaceState(null, "", `#${encodeURIComponent(name)}`);
 }
 
+function rowsShown() {
+  return [...document.querySelectorAll("#rollouts tbody tr")].filter((row) => row.cells.length > 1);
+}
+
+function nameOf(row) {
+  return row.cells[0].textContent.trim();
+}
+
+function mark(chosen) {
+  document.querySelectorAll("tr.chosen").forEach((row) => row.classList.remove("chosen"));
+  if (chosen !== undefined) {
+    chosen.classList.add("chosen");
+    chosen.scrollIntoView({ block: "nearest" });
+  }
+}
+
+function choose(row) {
+  mark(row);
+  show(nameOf(row));
+}
+
 document.getElementById("list").addEventListener("click", (event) => {
-  const row = event.target.closest("tbody tr");
-  if (row === null || !row.cells.length) {
+  const row = event.target.closest("#rollouts tbody tr");
+  if (row !== null && row.cells.length > 1) {
+    choose(row);
+  }
+});
+
+document.addEventListener("keydown", (event) => {
+  const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+  if (step === undefined || event.target.closest("select")) {
     return;
   }
-  document.querySelectorAll("tr.chosen").forEach((other) => other.classList.remove("chosen"));
-  row.classList.add("chosen");
-  show(row.cells[0].textContent.trim());
+  const rows = rowsShown();
+  const row = rows[rows.findIndex((other) => other.classList.contains("chosen")) + step];
+  if (row !== undefined) {
+    choose(row);
+    event.preventDefault();
+  }
+});
+
+// All words of the search must be in a sample, anywhere: the table itself holds only the ends of long texts.
+const find = document.getElementById("find");
+const texts = new Map();
+
+function textOf(name, columns) {
+  if (!texts.has(name)) {
+    const { prompt, response } = byName.get(name);
+    texts.set(name, [...columns, prompt, response.map(([text]) => text).join("")].join("\n").toLowerCase());
+  }
+  return texts.get(name);
+}
+
+const library = Object.keys(window).find((name) => name.startsWith("_itables_"));
+window[library].then(({ jQuery }) => {
+  jQuery.fn.dataTable.ext.search.push((settings, columns) => {
+    const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    return words.length === 0 || words.every((word) => textOf(columns[0], columns).includes(word));
+  });
+  jQuery("#list").on("draw.dt", () => {
+    const shown = document.getElementById("sample-title").textContent.replace(/^Sample /, "");
+    const row = rowsShown().find((other) => nameOf(other) === shown);
+    if (row !== undefined) {
+      row.classList.add("chosen");
+    }
+  });
+  find.addEventListener("input", () => jQuery("#rollouts").DataTable().draw());
 });
 
 if (location.hash) {
