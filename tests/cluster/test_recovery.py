@@ -73,8 +73,8 @@ class FakeRouter:
         return self.code
 
     def restart(self, log_path: Path) -> None:
-        self.logs.append(log_path.name)
         self.known, self.code = [], None
+        self.logs.append(log_path.name)  # last: the test goes on then, from another thread
 
     def wait_alive(self, timeout_s: float) -> None: ...
 
