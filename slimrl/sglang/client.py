@@ -40,6 +40,7 @@ LONGEST_BACKOFF_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 ABORT_INTERVAL_S = 0.1
 ABORT_REQUEST_TIMEOUT_S = 10.0
+ABORT_PATIENCE_S = 120.0  # an engine heeds an abort between two steps; the longest is the prefill of a long prompt
 
 
 class _UntakenError(Exception):
@@ -87,12 +88,7 @@ class RouterClient:
 
     async def __aenter__(self) -> RouterClient:
         self._aborted = asyncio.Event()
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-            headers={"Content-Type": "application/json"},
-        )
+        self._session = self._new_session()
         return self
 
     async def __aexit__(
@@ -137,7 +133,7 @@ class RouterClient:
                 generation.sent_ns = sent_ns
                 return generation
             except (_UntakenError, _LostError) as error:
-                if self._session is not session:
+                if self._session is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
                 backoff_s = tries.backoff_after(error)
                 self.resent += 1
@@ -151,16 +147,27 @@ class RouterClient:
     async def abort_all(self) -> None:
         """Abort every request that has been made; returns when all of them have returned.
 
-        Those still waiting for a slot or for another try return without tokens. Requests made before this returns may
-        be aborted too.
+        Those still waiting for a slot or for another try return without tokens, and so do those that a server which
+        hangs holds for more than ABORT_PATIENCE_S. Requests made before this returns may be aborted too.
         """
         self._aborted.set()
         self._aborted = asyncio.Event()
+        deadline = time.monotonic() + ABORT_PATIENCE_S
+        failed: set[str] = set()
         while True:
-            await asyncio.gather(*(self._abort_on(url) for url in self.server_urls))
+            await asyncio.gather(*(self._abort_on(url, failed) for url in self.server_urls))
             if self._in_flight == 0:
                 return
+            if time.monotonic() >= deadline:
+                deadline = float("inf")
+                await self._hang_up()
             await asyncio.sleep(ABORT_INTERVAL_S)  # a request may have been between router and server just now
+
+    async def _hang_up(self) -> None:
+        """Breaks every connection off: whoever waits for an answer finds that it was aborted."""
+        logger.warning("%d requests do not heed an abort: their connections are closed", self._in_flight)
+        session, self._session = self._open(), self._new_session()
+        await session.close()
 
     async def _wait(self, seconds: float, aborted: asyncio.Event) -> None:
         self._waiting += 1
@@ -170,7 +177,7 @@ class RouterClient:
         finally:
             self._waiting -= 1
 
-    async def _abort_on(self, server_url: str) -> None:
+    async def _abort_on(self, server_url: str, failed: set[str]) -> None:
         timeout = aiohttp.ClientTimeout(total=ABORT_REQUEST_TIMEOUT_S)
         # a fresh connection: servers drop idle ones after 5 s
         headers = {"Connection": "close"}
@@ -184,7 +191,9 @@ class RouterClient:
                     )
         except (aiohttp.ClientError, TimeoutError) as error:
             # a lost server has nothing left to abort; its requests are the router's to move or fail
-            logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
+            if server_url not in failed:
+                logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
+            failed.add(server_url)
 
     async def _post(self, session: aiohttp.ClientSession, body: bytes, headers: dict[str, str]) -> bytes:
         url = f"{self.router_url}/generate"
@@ -211,6 +220,13 @@ class RouterClient:
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {words}")
         kind = _UntakenError if status == 503 else _LostError
         raise kind(f"{url} failed with HTTP {status}: {words}")
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+            headers={"Content-Type": "application/json"},
+        )
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

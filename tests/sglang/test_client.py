@@ -308,6 +308,34 @@ def test_an_abort_reaches_requests_that_wait_to_be_tried_again_at_once(monkeypat
     assert [(a.finish_reason, a.token_ids, a.weight_version) for a in answers] == [("abort", [], "")] * 3
 
 
+def test_requests_that_a_hanging_server_holds_return_from_an_abort_and_the_client_goes_on(monkeypatch):
+    monkeypatch.setattr(client_module, "ABORT_PATIENCE_S", 0.3)
+    hangs = True
+
+    async def handler(request):
+        if hangs:
+            await asyncio.sleep(30)
+        return web.json_response(ANSWER)
+
+    async def body():
+        nonlocal hangs
+        async with (
+            stand_in(handler) as url,
+            RouterClient(url, [url], concurrency=4, request_timeout_s=60) as client,
+        ):
+            tasks = [asyncio.create_task(client.generate([1], {})) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            async with asyncio.timeout(3):
+                await client.abort_all()
+                answers = await asyncio.gather(*tasks)
+            hangs = False
+            return answers, client.in_flight, await client.generate([1], {})
+
+    answers, in_flight, after = asyncio.run(body())
+    assert [(a.finish_reason, a.token_ids, a.weight_version) for a in answers] == [("abort", [], "")] * 6
+    assert in_flight == 0 and after.token_ids == [3, 4]
+
+
 def test_control_tells_refusals_time_outs_and_absence_apart():
     async def handler(request):
         if request.path == "/pause_generation":
