@@ -33,7 +33,9 @@ class Summary:
         self.steps: list[dict[str, Any]] = []
         self.versions = versions
         self.paths = paths
-        self._lines: list[str] = []  # the steps as JSON, so that a save costs no more than joining them
+        # the steps as they stand in the file, all but the last, so that a save costs no more than writing them
+        self._settled = bytearray()
+        self._last = b""
 
     def continue_from(self, first_step: int) -> None:
         """Take over what stands in the file, as the class says. Call once, before the first `save`."""
@@ -64,16 +66,17 @@ class Summary:
         clean = _finite(step)
         if self.steps and self.steps[-1]["step"] == step["step"]:
             self.steps.pop()
-            self._lines.pop()
+        elif self.steps:
+            self._settled += self._last + b",\n    "
         self.steps.append(clean)
-        self._lines.append(json.dumps(clean, allow_nan=False))
+        self._last = json.dumps(clean, allow_nan=False).encode()
 
     def add_seconds(self, step: int, phase: str, seconds: float) -> None:
         """Record a phase that follows a step already added. Raises KeyError where that step is not the last one."""
         if not self.steps or self.steps[-1]["step"] != step:
             raise KeyError(f"step {step} is not the last one of the summary")
         self.steps[-1]["seconds"][phase] = seconds
-        self._lines[-1] = json.dumps(self.steps[-1], allow_nan=False)
+        self._last = json.dumps(self.steps[-1], allow_nan=False).encode()
 
     def add_evaluation(self, when: str, step: int, scores: dict[str, float], metrics: dict[str, float]) -> None:
         """Record an evaluation ("before", "between" or "after"), in place of one of the same step and kind.
@@ -95,16 +98,14 @@ class Summary:
             "eval": self._eval_block(),
         }
         tail = {"versions": self.versions, "paths": self.paths}
-        steps = ",\n    ".join(self._lines)
-        text = (
-            json.dumps(head, indent=2, allow_nan=False).removesuffix("\n}")
-            + (f',\n  "steps": [\n    {steps}\n  ],\n' if steps else ',\n  "steps": [],\n')
-            + json.dumps(tail, indent=2, allow_nan=False).removeprefix("{\n")
-            + "\n"
-        )
+        before = json.dumps(head, indent=2, allow_nan=False).removesuffix("\n}") + ',\n  "steps": ['
+        after = "],\n" + json.dumps(tail, indent=2, allow_nan=False).removeprefix("{\n") + "\n"
+        if self.steps:
+            before, after = before + "\n    ", "\n  " + after
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(text, encoding="utf-8")
+        with open(unfinished, "wb") as file:
+            file.writelines((before.encode(), self._settled, self._last, after.encode()))
         os.replace(unfinished, self.path)
 
     def _scores(self, when: str) -> dict[str, float] | None:
