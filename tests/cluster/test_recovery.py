@@ -160,7 +160,7 @@ def test_without_training_a_successor_has_its_weights_from_the_start():
         async with recovering(1, weights_come=False) as (_, fleet, client, _memory):
             fleet.engines[0].die()
             await until(lambda: client.server_urls == [fleet.engines[0].url] and fleet.engines[0].life == 1)
-            await until(lambda: fleet.router.known == client.server_urls)
+            await until(lambda: sorted(fleet.router.known) == client.server_urls)
 
     asyncio.run(body())
 
@@ -214,12 +214,12 @@ def test_a_dead_router_comes_back_with_the_servers_that_serve():
     async def body():
         async with recovering(2) as (recovery, fleet, client, _):
             fleet.router.code = -9
-            await until(lambda: fleet.router.known == client.server_urls)
+            await until(lambda: sorted(fleet.router.known) == client.server_urls)
             await until(lambda: recovery.take_metrics()["rollout/faults/router_restarts"] == 1.0)
             assert fleet.router.logs == ["router.1.log"]
             for restarts in range(1, MAX_LOSSES):
                 await until(lambda restarts=restarts: len(fleet.router.logs) == restarts)
-                await until(lambda: fleet.router.known == client.server_urls)
+                await until(lambda: sorted(fleet.router.known) == client.server_urls)
                 fleet.router.code = -11
             message = await asyncio.wait_for(recovery.watch(), 10)
             assert "died with exit code -11; last lines of its log:\nthe router's last words" in message
