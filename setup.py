@@ -43,6 +43,7 @@ setup(
         "Jinja2>=3.1",
         "math-verify[antlr4_13_2]==0.9.0",
         "matplotlib>=3.10",
+        "msgspec>=0.20",
         "numpy>=2.3",
         "orjson>=3.11",
         "pandas>=3.1",
