@@ -25,7 +25,8 @@ from slimrl.rollout.turns import converse
 
 MAX_SEARCHES = 4
 PASSAGES = 3
-_CALL = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+CALL = ("<search>", "</search>")
+ANSWER = ("<information>", "</information>")
 
 
 async def generate(
@@ -37,12 +38,9 @@ async def generate(
     tokenizer: Any = None,
 ) -> Sample:
     """One sample in which the model may search up to `MAX_SEARCHES` times."""
-    index = args.custom["search_index"]
 
     async def tool(text: str) -> str | None:
-        calls = _CALL.findall(text)
-        found = await asyncio.to_thread(search, index, calls[-1]) if calls else []
-        return f"<information>{' '.join(found) or 'nothing found'}</information>"
+        return await asyncio.to_thread(answer, args.custom["search_index"], text)
 
     sample.session_id = sample.session_id or f"search-{sample.index}"
     return await converse(
@@ -51,9 +49,16 @@ async def generate(
         engine=engine,
         tokenizer=tokenizer,
         tool=tool,
-        stop=["</search>"],
+        stop=[CALL[1]],
         max_calls=MAX_SEARCHES,
     )
+
+
+def answer(index: str | Path, text: str) -> str:
+    """What to write behind `text`, which ends with the end of a call; nothing is found where it did not begin."""
+    _, begun, question = text.removesuffix(CALL[1]).rpartition(CALL[0])
+    found = search(index, question) if begun else []
+    return f"{ANSWER[0]}{' '.join(found) or 'nothing found'}{ANSWER[1]}"
 
 
 def search(index: str | Path, question: str, count: int = PASSAGES) -> list[str]:

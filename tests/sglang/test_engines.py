@@ -8,8 +8,10 @@ import copy
 import datetime
 import io
 import itertools
+import json
 import random
 import signal
+import string
 import threading
 from multiprocessing.reduction import ForkingPickler
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 from transformers import AutoTokenizer
 
-from examples import calculator
+from examples import calculator, search
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.rollout.engine import Generation
@@ -214,6 +216,40 @@ def test_a_model_with_a_calculator_is_trained_on_the_very_tokens_it_sampled(flee
             calls += 1
         assert all(sample.loss_mask[starts[-1] :])
     assert calls >= 3
+    assert max(rollout_jobs.largest_difference(reference, sample) for sample in samples) < 1e-4
+
+
+def test_a_model_with_a_search_reads_what_the_index_has_and_is_trained_on_its_own_tokens(
+    fleet, reference, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(search, "CALL", ("<", ">"))  # what a random model of these characters writes often enough
+    monkeypatch.setattr(search, "ANSWER", ("[", "]"))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"{c}-{ord(c)}!"}) + "\n" for c in string.ascii_uppercase))
+    search.build(corpus, tmp_path / "index.sqlite")
+    tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
+    own = {"search_index": str(tmp_path / "index.sqlite")}
+    args = rollout_jobs.rollout_args(tmp_path, custom_generate_function_path="examples.search.generate", custom=own)
+
+    async def body(client):
+        return await rollout_jobs.roll(client, args, tokenizer, rollouts=2)
+
+    outputs, _ = run(fleet, body)
+    samples = rollout_jobs.samples_of(outputs)
+    found = 0
+    for sample in samples:
+        response, starts = sample.tokens[sample.prompt_length :], sample.metadata["turn_starts"]
+        for start, after in itertools.pairwise(starts):
+            written = sum(sample.loss_mask[start:after])
+            assert sample.loss_mask[start:after] == [1] * written + [0] * (after - start - written)
+            text = tokenizer.decode(response[start : start + written])
+            question = text[text.rindex("<") : text.index(">")] if "<" in text else ""
+            passages = search.search(tmp_path / "index.sqlite", question)
+            answer = f"[{' '.join(passages) or 'nothing found'}]"
+            said = tokenizer(answer, add_special_tokens=False)["input_ids"]
+            assert response[start + written : after] == said[: after - start - written]
+            found += bool(passages)
+    assert found >= 3
     assert max(rollout_jobs.largest_difference(reference, sample) for sample in samples) < 1e-4
 
 

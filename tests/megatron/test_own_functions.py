@@ -1,0 +1,158 @@
+"""Functions of the user's in training: a loss, advantages and a model written anew train as slimrl's own do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron import layouts, own, ranks, reference, tiny
+from tests.megatron.layouts import CP2, DYNAMIC, PP2, SETTINGS, TP2_SP, VIRTUAL, Layout
+
+pytestmark = pytest.mark.slow
+
+LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "tests.megatron.own.loss", "keep_logits": True}
+PLAIN = dataclasses.replace(SETTINGS, kl_coef=0.0, entropy_coef=0.0)  # what the examples know
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
+    return layouts.Models(tmp_path_factory.mktemp("own"))
+
+
+def assert_true(args: Any, result: Any, truth: reference.ReferenceResult) -> None:
+    found = layouts.differences(args, result, truth)
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
+    assert found.gradients < 2e-5
+
+
+def trained_alike(models: Any, pool: Any, layout: Layout, settings: Any, folder: Any, **changes: Any) -> Any:
+    """Trains with these flags changed, and compares with plain autograd; the result."""
+    args = models.args(layout, "dense", settings)
+    for name, value in ({"custom": {"notes": str(folder)}} | changes).items():
+        setattr(args, name, value)
+    result = layouts.train(pool, args, models.rollout)
+    assert_true(args, result, models.truth("dense", layout.layers, settings))
+    return result
+
+
+def test_a_loss_written_anew_has_the_gradients_of_plain_autograd_and_every_function_its_call(
+    models: Any, one_rank: Any, tmp_path: Any
+):
+    functions = {
+        "custom_megatron_init_path": "tests.megatron.own.init",
+        "custom_megatron_before_log_prob_hook_path": "tests.megatron.own.before_log_prob",
+        "custom_megatron_before_train_step_hook_path": "tests.megatron.own.before_step",
+        "rollout_data_postprocess_path": "tests.megatron.own.postprocess",
+    }
+    result = trained_alike(models, one_rank, Layout(1, {}), SETTINGS, tmp_path, **LOSS, **functions)
+    notes = own.noted(tmp_path, 0)
+    rollout = models.rollout
+    init, of_reference, of_policy, data, first = notes[:5]
+    assert init == ["init", 1]
+    assert [of_reference[1], of_policy[1]] == ["ref_", ""]
+    for role, found in (("reference", of_reference), ("policy", of_policy)):
+        norm = reference.load_model(models.folder("dense", 2, role)).model.layers[0].input_layernorm.weight.detach()
+        assert found[2] == pytest.approx(float(norm.double().sum()), rel=1e-6)
+    assert data[:2] == ["data", 0] and data[3] == list(range(8))
+    keys = "advantages kl log_probs loss_masks raw_reward ref_log_probs response_lengths returns rewards"
+    keys += " rollout_ids rollout_log_probs sample_indices tokens total_lengths truncated"
+    assert data[2] == keys.split()
+    assert first == ["step", 0, 0, 2e-3]
+    batches = [entry for entry in notes if entry[0] == "batch"]
+    assert len(batches) == len(rollout) and sum(entry[0] == "step" for entry in notes) == 2
+    assert batches[0][1] == sorted([*keys.split(), "mine", "unconcat_tokens", "full_loss_masks", "packed_seq_params"])
+    lengths = list(zip(rollout.total_lengths.tolist(), rollout.response_lengths.tolist(), strict=True))
+    assert [entry[2:4] for entry in batches] == [[[1, n, 128], [r, 128]] for n, r in lengths]
+    assert [entry[4] for entry in batches] == [float(m.sum()) for m in rollout.loss_mask.split([r for _, r in lengths])]
+    trained = [bool(mask.any()) for mask in rollout.loss_mask.split([r for _, r in lengths])]
+    for step, metrics in enumerate(result.metrics):  # means over samples; one wholly masked has 0
+        places = [row * trained[row] for row in range(4 * step, 4 * step + 4)]
+        assert metrics["place"] == pytest.approx(sum(places) / 4)
+        assert "ratio_max_abs_diff" not in metrics and "pg_loss" not in metrics
+    assert result.metrics[0]["train_rollout_logprob_abs_diff_max"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [(TP2_SP | DYNAMIC, True), (CP2 | DYNAMIC, True), (PP2, False)],
+    ids=["TP2 SP, per-token loss", "CP2, per-token loss", "PP2"],
+)
+def test_a_loss_written_anew_is_right_in_every_layout(
+    layout: dict[str, Any], tokens: bool, models: Any, two_ranks: Any, tmp_path: Any
+):
+    settings = dataclasses.replace(SETTINGS, per_token=tokens)
+    result = trained_alike(models, two_ranks, Layout(2, layout), settings, tmp_path, **LOSS)
+    policy = reference.load_model(models.folder("dense", 2, "policy"))
+    entropies = []
+    with torch.no_grad():
+        for sample in reference._split(models.rollout)[:4]:
+            entropy = reference._log_probs(policy, sample, settings.temperature)[1][sample["mask"] > 0]
+            entropies.append(entropy if tokens else entropy.mean().nan_to_num()[None])
+    assert result.metrics[0]["entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+
+
+def test_the_examples_train_as_slimrl_does_where_they_say_the_same(models: Any, one_rank: Any, tmp_path: Any):
+    own_loss = LOSS | {"custom_loss_function_path": "examples.losses.high_entropy"}
+    result = trained_alike(
+        models,
+        one_rank,
+        Layout(1, {}),
+        PLAIN,
+        tmp_path,
+        **own_loss,
+        custom={"entropy_share": 1, "discount": 1.0, "sure": 1.1},
+        custom_advantage_function_path="examples.advantages.discounted",
+        rollout_data_postprocess_path="examples.training.leave_out_sure_tokens",
+        custom_megatron_before_log_prob_hook_path="examples.training.check_weights",
+        custom_megatron_before_train_step_hook_path="examples.training.rest",
+    )
+    assert result.metrics[0]["chosen_entropy"] == pytest.approx(result.metrics[0]["entropy"])
+
+
+@pytest.mark.parametrize("flag", [{"spec": ["examples.model", "watched_layers"]}, {"custom_model_provider_path": ""}])
+def test_a_model_built_by_a_function_is_the_same_and_its_embedding_stays(
+    flag: dict[str, Any], models: Any, two_ranks: Any, tmp_path: Any
+):
+    settings = SETTINGS
+    if "spec" not in flag:
+        flag = {"custom_model_provider_path": "examples.model.frozen_embedding"}
+        settings = dataclasses.replace(SETTINGS, frozen="embed_tokens")
+    trained_alike(models, two_ranks, Layout(2, VIRTUAL, 4), settings, tmp_path, **flag)
+
+
+def refusal(models: Any, pool: Any, folder: Any, **changes: Any) -> str:
+    args = models.args(Layout(1, {}), "dense")
+    for name, value in ({"custom": {"notes": str(folder)}} | changes).items():
+        setattr(args, name, value)
+    with pytest.raises(RuntimeError) as caught:
+        pool.run(ranks.train_once, args, models.rollout)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_named_with_its_flag_and_sample(models: Any, one_rank: Any, tmp_path: Any):
+    length = int(models.rollout.response_lengths[1])
+    for changes, sentence in (
+        (
+            {"rollout_data_postprocess_path": "tests.megatron.own.drop_a_token"},
+            f'rollout_data["advantages"] has [{length - 1}] at sample 1, whose response has {length}: give a tensor',
+        ),
+        (
+            LOSS | {"custom_loss_function_path": "tests.megatron.own.fails"},
+            "--custom-loss-function-path tests.megatron.own.fails raised KeyError: 'no such key'\n  ",
+        ),
+    ):
+        assert sentence in refusal(models, one_rank, tmp_path, **changes)
+
+
+def test_masks_that_a_function_changes_are_those_that_are_trained_with(models: Any, one_rank: Any, tmp_path: Any):
+    args = models.args(Layout(1, {}), "dense", dataclasses.replace(SETTINGS, per_token=True))
+    args.rollout_data_postprocess_path = "tests.megatron.own.mask_first_tokens"
+    actual = layouts.train(one_rank, args, models.rollout)
+    rollout = tiny.recorded_rollout(seed=5)
+    for mask in rollout.loss_mask.split(rollout.response_lengths.tolist()):
+        mask[:2] = 0
+    policy, anchor = (models.folder("dense", 2, role) for role in ("policy", "reference"))
+    assert_true(args, actual, reference.train(policy, anchor, rollout, dataclasses.replace(SETTINGS, per_token=True)))
