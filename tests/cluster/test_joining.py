@@ -1,0 +1,95 @@
+"""Weights reach replaced servers at the first right moment, and pushes that lose a server begin again without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.cluster.joining import Joining
+from slimrl.cluster.recovery import Standing
+from slimrl.cluster.train_worker import RankFailedError
+from slimrl.cluster.watchdog import Awaited
+from slimrl.weights.roles import EngineEndpoint
+
+OLD, NEW, OTHER = (EngineEndpoint(f"http://{name}", [slot]) for slot, name in enumerate(("old", "new", "other")))
+
+
+class Calls:
+    """The recovery, the supervisor and the trainers in one: writes down what is asked, and answers from a list."""
+
+    def __init__(self, **answers: list) -> None:
+        self.answers = answers
+        self.made: list[tuple] = []
+        self.failures: list[Exception] = []
+
+    def ask(self, method, *arguments):
+        return method, arguments
+
+    def get(self, refs, awaited):
+        ((method, arguments),) = refs
+        assert awaited.what
+        self.made.append((method, *arguments))
+        return [self.answers[method].pop(0) if method in self.answers else None]
+
+    def connect_engines(self, endpoints):
+        self.made.append(("connect", [endpoint.url for endpoint in endpoints]))
+
+    def update_weights(self, version):
+        self.made.append(("update", version))
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def joining(calls: Calls, connected: list[EngineEndpoint]) -> Joining:
+    return Joining(calls.ask, lambda what: Awaited(what, lambda _: ""), calls, calls, connected)
+
+
+def test_a_push_that_loses_a_server_begins_again_without_it_over_new_groups(caplog):
+    calls = Calls(begin_push=[[OLD, OTHER], [OTHER]], push_failed=[[OLD.url]])
+    calls.failures = [RankFailedError("http://old cannot be reached\na traceback")]
+    joining(calls, [OLD, OTHER]).push(5, calls.update_weights)
+    assert calls.made == [
+        ("begin_push", False),
+        ("update", 5),
+        ("push_failed", [OLD.url, OTHER.url]),
+        ("begin_push", False),
+        ("connect", [OTHER.url]),
+        ("update", 5),
+        ("end_push", [OTHER.url], "5"),
+    ]
+    assert "the push of weights 5 lost http://old and begins again without: http://old cannot be reached" in caplog.text
+
+
+def test_a_push_that_fails_with_every_server_well_ends_the_run():
+    calls = Calls(begin_push=[[OLD]], push_failed=[[]])
+    calls.failures = [RankFailedError("the disk is full")]
+    with pytest.raises(RankFailedError, match="the disk is full"):
+        joining(calls, [OLD]).push(5, calls.update_weights)
+
+
+def test_while_training_has_nothing_to_do_only_the_new_server_is_pushed_to():
+    calls = Calls(standing=[Standing([NEW], 1)], begin_push=[[NEW]])
+    with joining(calls, [OLD, OTHER]).while_idle(4, pytest.fail):
+        pass
+    assert calls.made == [
+        ("standing",),
+        ("begin_push", True),
+        ("connect", [NEW.url]),
+        ("update", 4),
+        ("end_push", [NEW.url], "4"),
+    ]
+
+
+def test_a_server_that_is_lost_again_before_it_gets_weights_is_pushed_nothing():
+    calls = Calls(standing=[Standing([NEW], 1)], begin_push=[[]])
+    with joining(calls, [OLD]).while_idle(4, pytest.fail):
+        pass
+    assert calls.made == [("standing",), ("begin_push", True)]
+
+
+@pytest.mark.parametrize(("serving", "rescued"), [(1, 0), (0, 1)])
+def test_with_other_weights_or_asleep_training_is_woken_up_only_for_the_last_server(serving, rescued):
+    calls, rescues = Calls(standing=[Standing([NEW], serving)]), []
+    with joining(calls, [OLD]).while_idle(None, lambda: rescues.append(1)):
+        pass
+    assert len(rescues) == rescued
+    assert calls.made == [("standing",)]
