@@ -11,7 +11,7 @@ from typing import Any
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import BufferFilter, resolve
+from slimrl.hooks import BufferFilter, named
 from slimrl.rollout.filter_hub.buffer_filters import pop_first
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class GroupBuffer:
     def __init__(self, args: Arguments) -> None:
         self._args = args
         self._path = args.buffer_filter_path
-        self._choose = pop_first if self._path is None else resolve(self._path, BufferFilter)
+        self._choose = pop_first if self._path is None else named("--buffer-filter-path", self._path, BufferFilter)
         self._groups: list[list[Sample]] = []
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from slimrl.algorithms.advantages import group_normalized_rewards
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import RewardPostProcess, resolve
+from slimrl.hooks import RewardPostProcess, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ def rewards_of(args: Arguments, samples: list[Sample]) -> Rewards:
     Raises ValueError where a sample has no reward, or the user's function returns the wrong number of them.
     """
     if args.custom_reward_post_process_path is not None:
-        process = resolve(args.custom_reward_post_process_path, RewardPostProcess)
+        process = named("--custom-reward-post-process-path", args.custom_reward_post_process_path, RewardPostProcess)
         raw, normalized = (torch.as_tensor(column, dtype=torch.float32) for column in process(args, samples))
         if raw.shape != (len(samples),) or normalized.shape != (len(samples),):
             raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from slimrl.data.batch import batch_from_samples
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookError, HookFailedError
+from slimrl.rollout.buffer import GroupBuffer
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -314,3 +315,21 @@ def test_training_data_that_does_not_fit_is_refused(make_args, own):
             batch_from_columns({**good, **change})
     with pytest.raises(ValueError, match="it returned list: return a dict of columns"):
         batch_from_columns([good])
+
+
+def test_a_reward_post_process_and_a_buffer_filter_that_raise_are_named_with_their_lines(
+    make_args, tmp_path, monkeypatch
+):
+    (tmp_path / "slimrl_fails.py").write_text(
+        "def two(args, samples): return {}['a']\n\ndef four(a, b, c, d): return 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HookFailedError) as caught:
+        rewards_of(make_args(custom_reward_post_process_path="slimrl_fails.two"), [])
+    flag = "--custom-reward-post-process-path slimrl_fails.two"
+    line = f"{tmp_path}/slimrl_fails.py:1 in two: def two(args, samples): return {{}}['a']"
+    assert str(caught.value) == f"{flag} raised KeyError: 'a'\n  {line}"
+    buffer = GroupBuffer(make_args(buffer_filter_path="slimrl_fails.four"))
+    buffer.put([[Sample("q")]])
+    with pytest.raises(HookFailedError, match="--buffer-filter-path slimrl_fails.four raised ZeroDivisionError"):
+        buffer.take(1, 0)
