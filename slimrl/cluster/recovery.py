@@ -184,13 +184,19 @@ class Recovery:
         await asyncio.sleep(DEATH_GRACE_S)
         self._monitor.pushing = False
         present = [place for place in self._places if place.engine.url in urls and place.phase is not Phase.LOST]
-        ills = await asyncio.gather(*(self._monitor.probe(place.engine) for place in present))
+        ills = await asyncio.gather(*(self._probe(place) for place in present))
         for place, ill in zip(present, ills, strict=True):
             if ill is not None:
                 self._blame(place, ill)
         await asyncio.sleep(0)  # their keepers take notice
         well = {place.engine.url for place in present if not place.blamed.done() and place.phase is not Phase.LOST}
         return [url for url in urls if url not in well]
+
+    async def _probe(self, place: _Place) -> str | None:
+        try:
+            return await self._monitor.probe(place.engine)
+        except RayActorError as error:
+            return f"died with its actor: {_first_line(error)}"
 
     # -- servers ---------------------------------------------------------------------------------------------------
 
