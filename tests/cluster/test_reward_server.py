@@ -37,7 +37,13 @@ def kill_server(log_dir) -> None:
 def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, tokenizer):  # noqa: F811
     # shards with an index: SGLang loads only the files that an index names
     model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen2", shard_size="100KB")
-    args = Arguments(rm_type="reward_model", rm_model=str(model), run_dir=str(tmp_path / "run"), rm_concurrency=2)
+    args = Arguments(
+        rm_type="reward_model",
+        rm_model=str(model),
+        hf_checkpoint=str(model),
+        run_dir=str(tmp_path / "run"),
+        rm_concurrency=2,
+    )
     samples = [sample(i, f"{i}+{i}=", f"it is {'very ' * i}clear: {2 * i}") for i in range(6)]
     read = [
         tokenizer.apply_chat_template(

@@ -16,7 +16,7 @@ def judge(rm_type, response, label, metadata=None):
 
 
 def test_every_rule_that_can_be_asked_for_is_there():
-    assert set(builtin_types()) == {*rules._RULES, "random", "remote_rm"}
+    assert set(builtin_types()) == {*rules._RULES, "random", "remote_rm", "reward_model"}
 
 
 # dapo ----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ _INFINITE = re.compile(r"[+-]?\s*\\infty")
 _OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![a-zA-Z])")
 _FRENCH = re.compile(r"([\[\]])([^\[\]]*),([^\[\]]*)([\[\]])")
 _REALS = re.compile(r"\\mathbb\s*\{?R\}?|\\Reals|\\Re")
+_SIDE = re.compile(r"\^\s*\{?\s*([+-])\s*\}?")
+_EXCEPT = re.compile(
+    r"(?:\\text\s*\{\s*)?all\s+real(?:s|\s+numbers)\s+except\s*\}?\s*(?:for\s+)?([^{}]+)\}?", re.IGNORECASE
+)
 _BUILDER = re.compile(r"\\?\{\s*(.+?)\s*(?:\||:)\s*(.+?)\s*\\?\}")
 _MEMBER = re.compile(r"\s*(?:,|\\text\s*\{\s*(?:where|for)\s*\})?\s*[a-z]\s*\\in\s*\\mathbb\s*\{?R\}?\s*")
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
@@ -38,6 +42,7 @@ def union(text: str) -> list[Interval] | None:
     builder = _BUILDER.fullmatch(text)
     if builder is not None:
         text = builder[2]
+    text = _without_words(text)
     if "\\in" in text:
         text = _MEMBER.sub("", text) or text
     pieces: list[Interval] = []
@@ -51,6 +56,7 @@ def union(text: str) -> list[Interval] | None:
 
 def is_set_of_reals(text: str) -> bool:
     """Whether the text can be nothing but a set of real numbers, as `(1, 2)`, which may be a point, cannot."""
+    text = _without_words(text)
     if _OPERATION.search(text) or _REALS.match(text) or _FRENCH.fullmatch(text) and text[0] == "]":
         return True
     items = structure.bracketed(text)
@@ -58,6 +64,12 @@ def is_set_of_reals(text: str) -> bool:
         return items.brackets in ("[)", "(]") or any(_INFINITE.fullmatch(item) for item in items.items)
     signs = structure.relation(text)
     return _BUILDER.fullmatch(text) is not None or (signs is not None and bool(set(signs.signs) & {*_FLIPPED, "\\ne"}))
+
+
+def _without_words(text: str) -> str:
+    """`all real numbers except 2` in symbols."""
+    removed = _EXCEPT.fullmatch(text) if "except" in text else None
+    return text if removed is None else f"\\mathbb{{R}}\\setminus\\{{{removed[1].replace(' and ', ', ')}\\}}"
 
 
 def as_text(intervals: list[Interval]) -> str:
@@ -109,6 +121,9 @@ def _reals(text: str) -> list[Interval] | None:
     if match is None:
         return None
     rest = text[match.end() :].strip()
+    side = _SIDE.fullmatch(rest)
+    if side is not None:
+        return [_interval("0", "\\infty", False, False) if side[1] == "+" else _interval("-\\infty", "0", False, False)]
     if not rest:
         return _all_but([])
     removed = re.fullmatch(r"(?:\\setminus|\\backslash|-)\s*(.+)", rest)
@@ -120,8 +135,12 @@ def _inequalities(text: str) -> list[Interval] | None:
     parts = structure.bare_list(text)
     if parts is None:
         return _inequality(text)
-    excluded = [part.split("\\ne")[1].strip() for part in parts.items if "\\ne" in part]
-    pieces = [_inequality(part) for part in parts.items if "\\ne" not in part]
+    items = parts.items
+    if "\\ne" in items[0] and all(structure.relation(item) is None for item in items[1:]):  # `x \\ne 2, 3`
+        name = items[0].split("\\ne")[0]
+        items = [items[0], *(f"{name}\\ne {item}" for item in items[1:])]
+    excluded = [part.split("\\ne")[1].strip() for part in items if "\\ne" in part]
+    pieces = [_inequality(part) for part in items if "\\ne" not in part]
     if any(piece is None or len(piece) != 1 for piece in pieces):
         return None
     if not pieces:

@@ -39,6 +39,7 @@ _SPACING = re.compile(
 )
 _GAP_IN_NUMBER = re.compile(r"(?<=\d)(?:\\,|\\ |~|\{,\}|\{\\,\}|\\!|,\\!|\s)(?=\d{3}(?!\d))")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:(?:\\,|\\ |~|\\;| )\d{3})+(?![\d/])")
+_DOTTED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.,])")
 _MARKED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\{\\,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))")
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:operatorname|text|mathrm)\s*\{\s*cis\s*\})"
 _ARGUMENT = r"(\([^()]*\)|\{[^{}]*\}|\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|\d+(?:\.\d+)?(?:\s*\^\s*\{?\\circ\}?)?)"
@@ -100,7 +101,7 @@ _SYNONYMS = (
     (re.compile(r"(?<![\\a-zA-Z])sqrt\s*(\d+|\{)"), r"\\sqrt \1"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])(?:[iI]nfinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
-    (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|arcsin|arccos|arctan)(?=\s*\()"), r"\\\1 "),
+    (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|arcsin|arccos|arctan)(?=\s*\(|\s+\d|\s+\w\b)"), r"\\\1 "),
     (re.compile(r"<\s*="), r"\\le "),
     (re.compile(r">\s*="), r"\\ge "),
     (re.compile(r"!\s*="), r"\\ne "),
@@ -142,6 +143,8 @@ def clean(text: str) -> str:
     text = _unwrapped(_from_unicode(text))
     text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _MARKED_THOUSANDS.sub("", text)
+    if text.count(".") > 1:
+        text = _DOTTED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
     if "circ" in text:
         text = _ARC.sub(_degrees, text)
     text = _SPACING.sub(" ", _LAYOUT.sub("", text))

@@ -69,6 +69,16 @@ def choice(text: str) -> tuple[str, str] | None:
     return None if match is None else ((match[1] or match[2]).upper(), (match[3] or "").strip())
 
 
+def with_digits(words: str) -> str:
+    """The words with a number at their beginning in digits, `six feet` as `6 feet`."""
+    parts = words.split()
+    for count in range(len(parts) - 1, 0, -1):
+        value = number_word(" ".join(parts[:count]))
+        if value is not None:
+            return " ".join([str(value), *parts[count:]])
+    return words
+
+
 def number_word(words: str) -> Fraction | None:
     """The number that words up to nine hundred ninety-nine thousand nine hundred ninety-nine name."""
     thousands, found, rest = words.partition(" thousand")
