@@ -90,7 +90,7 @@ class ModelArguments:
     )
     spec: list[str] | None = flag(
         None,
-        "layers of one's own: module, and function (args, config, vp_stage) in it; weights are named as the family's are",
+        "layers of one's own: module, and function in it; weights are named as the family's are",
         nargs="+",
     )
     model_name: str | None = flag(

@@ -35,6 +35,7 @@ class TrainBatchArguments:
         other_than=0,
     )
     keep_logits: bool = flag(
-        False, "keep the logits for the backward pass: faster by a quarter of the output layer's time, for their memory;"
-        " on with --loss-type custom_loss"
+        False,
+        "keep the logits for the backward pass: faster by a quarter of the output layer's time, for their memory (on with"
+        " --loss-type custom_loss)",
     )
