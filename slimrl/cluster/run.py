@@ -136,6 +136,9 @@ class Run:
         """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""
         if self._trainers is None:
             return []
+        for name in ("rollout/staleness/mean", "rollout/staleness/max"):
+            if name in rollout.metrics:
+                self._timeline.count(name, rollout.metrics[name])
         self._turns.begin_training()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
