@@ -114,7 +114,8 @@ def test_the_messages_behind_a_rendered_prompt_are_what_the_model_reads(tokenize
 def test_servers_share_the_requests_and_none_has_more_than_allowed(tokenizer):
     judges = [Judge(0.02), Judge(0.02)]
     judged(tokenizer, [SAMPLE] * 20, judges, concurrency=3)
-    assert [len(judge.asked) for judge in judges] == [10, 10] and {judge.at_once for judge in judges} == {3}
+    assert len(judges[0].asked) + len(judges[1].asked) == 20 and all(len(judge.asked) >= 3 for judge in judges)
+    assert all(1 < judge.at_once <= 3 for judge in judges)
 
 
 def test_ids_that_would_kill_the_server_are_not_sent(tokenizer):

@@ -27,14 +27,17 @@ class RewardInput:
         self._endings = tuple(endings)
 
     @classmethod
-    def open(cls, folder: str, form: str | None, policy_folder: str, *, trust_code: bool) -> RewardInput:
-        """Loads the tokenizer; `form` None chooses (see `chosen_form`). Raises ValueError where the form cannot be."""
+    def open(cls, folder: str, form: str | None, policy_folder: str, *, trust: tuple[bool, bool]) -> RewardInput:
+        """Loads the tokenizer; `form` None chooses (see `chosen_form`). Raises ValueError where the form cannot be.
+
+        `trust` says whether code of the reward model's and of the policy's tokenizer may be run.
+        """
         from transformers import AutoTokenizer
 
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ValueError(f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own")
-        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_code)
-        policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust_code)
+        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
+        policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust[1])
         return cls(own, chosen_form(own, policy, form, folder), policy.all_special_tokens)
 
     def token_ids(self, sample: Sample) -> list[int]:

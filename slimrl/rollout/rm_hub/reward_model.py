@@ -56,8 +56,8 @@ class RewardModel:
     def from_args(cls, args: Arguments) -> RewardModel:
         """The reward model at `--rm-url`. Raises ValueError where its folder or tokenizer does not suit."""
         config = RewardModelConfig.read(Path(args.rm_model))
-        trust = bool(args.rm_server_options.get("trust_remote_code"))
-        reward_input = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust_code=trust)
+        own, policy = (bool(flags.get("trust_remote_code")) for flags in (args.rm_server_options, args.sglang_options))
+        reward_input = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust=(own, policy))
         urls = addresses(args.rm_url)
         logger.info("reward model %s at %s reads: %s", args.rm_model, ", ".join(urls), reward_input.form)
         return cls(urls, reward_input, concurrency=args.rm_concurrency, vocabulary=config.vocabulary)

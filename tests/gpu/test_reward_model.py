@@ -1,0 +1,54 @@
+"""A reward model on GPUs: what the CPU cannot show. Run on a machine with one GPU or more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.reward_server import RewardServers
+from slimrl.cluster.session import ray_session, worker_environment
+from slimrl.cluster.slots import SlotPlan, Slots
+from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from tests.reward_models import logits, write_reward_model
+from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
+
+
+@pytest.mark.timeout(600)
+def test_servers_on_gpus_in_bfloat16_give_transformers_logits(gpus: int, tmp_path: Path, tokenizer: Any):  # noqa: F811
+    model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen3")
+    count = min(gpus, 2)
+    args = Arguments(
+        rm_type="reward_model",
+        rm_model=str(model),
+        hf_checkpoint=str(model),
+        run_dir=str(tmp_path / "run"),
+        rm_server_options={"dtype": "bfloat16", "mem_fraction_static": 0.2},
+    )
+    samples = [Sample(prompt=f"{i}+{i}=", index=i, response=f"it is {'very ' * i}clear: {2 * i}") for i in range(8)]
+    read = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one.prompt}, {"role": "assistant", "content": one.response}], return_dict=False
+        )
+        for one in samples
+    ]
+
+    async def run() -> list[float]:
+        slots = Slots(SlotPlan(count, range(0), range(0), 1, range(count), 1))
+        servers = await RewardServers.start(args, slots, worker_environment({}))
+        scorer = RewardScorer(servers.reachable(args))
+        try:
+            return await asyncio.gather(*(scorer.score(one, RewardRule(None, "reward_model")) for one in samples))
+        finally:
+            scorer.close()
+            await servers.close()
+            slots.release()
+
+    with ray_session(count):
+        rewards = asyncio.run(run())
+    expected = logits(model, read)
+    assert rewards == pytest.approx(expected, abs=0.03 * (max(expected) - min(expected)))
