@@ -145,8 +145,9 @@ class RolloutManager:
         self._generator = RolloutGenerator(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
-        if self._args.max_weight_staleness is not None:
-            self._generator.generate_on(self._data_source)
+        if self._args.max_weight_staleness is not None and not self._args.only_evaluates:
+            requests = self._args.sglang_server_concurrency * len(self._fleet.endpoints)
+            self._generator.generate_on(self._data_source, requests)
         self._doing = ""
         return self._fleet.endpoints
 
@@ -193,7 +194,7 @@ class RolloutManager:
 
     async def weights_are(self, version: int, end: int) -> None:
         """The servers hold weights `version`; generation without end begins or goes on, up to rollout `end`."""
-        if self._generator is not None:
+        if self._generator is not None and self._generator.continuous is not None:
             self._generator.continuous.weights_are(version, end)
 
     @ray.method(concurrency_group="watchdog")

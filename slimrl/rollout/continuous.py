@@ -49,12 +49,16 @@ class ContinuousRollout:
         plan: SamplingPlan,
         keep: DynamicSamplingFilter | None,
         data_source: RolloutDataSource,
+        requests: int,
     ) -> None:
-        """`engine` and `maker` are nobody else's: it is never stopped, nor its samples counted anew, before the end."""
+        """`engine` and `maker` are nobody else's: it is never stopped, nor its samples counted anew, before the end.
+
+        `requests` is how many the engines take at once.
+        """
         self._args = args
         self._bound: int = args.max_weight_staleness
         self._batch: int = args.rollout_batch_size
-        self._requests = args.sglang_server_concurrency * (args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
+        self._requests = requests
         self._engine = engine
         self._keep = keep
         self._source = data_source

@@ -65,12 +65,12 @@ class RolloutGenerator:
         """The samples that somebody works on now, the slowest first; may be called from any thread."""
         return self._maker.under_way.where()
 
-    def generate_on(self, data_source: RolloutDataSource) -> None:
-        """From now on groups of `data_source` are always on their way (`--max-weight-staleness`)."""
+    def generate_on(self, data_source: RolloutDataSource, requests: int) -> None:
+        """Groups of `data_source` are always on their way from now on; the engines take `requests` at once."""
         engine = StoppableEngine(self._client)
         maker = SampleMaker(self._args, self._tokenizer, engine, self._scorer, self._trace)
         maker.under_way = self._maker.under_way
-        self.continuous = ContinuousRollout(self._args, maker, engine, self._plan, self._filter, data_source)
+        self.continuous = ContinuousRollout(self._args, maker, engine, self._plan, self._filter, data_source, requests)
 
     async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""
@@ -171,9 +171,7 @@ class RolloutGenerator:
         self._trace.begin()
         self._scorer.close()
 
-    def _show(
-        self, accepted: list[list[Sample]], dropped: list[list[Sample]], data_source: RolloutDataSource
-    ) -> None:
+    def _show(self, accepted: list[list[Sample]], dropped: list[list[Sample]], data_source: RolloutDataSource) -> None:
         """Lets the user's functions see the rollout; they may set `remove_sample`."""
         args = self._args
         if self._sample_filter is not None:

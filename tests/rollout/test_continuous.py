@@ -77,7 +77,18 @@ class Run:
 
 
 def run(
-    args, tokenizer, rollouts, *, slowest=2, slots=1000, crashes=None, drained=False, seed=0, evaluate_at=(), end=None
+    args,
+    tokenizer,
+    rollouts,
+    *,
+    slowest=2,
+    slots=1000,
+    concurrency=1000,
+    crashes=None,
+    drained=False,
+    seed=0,
+    evaluate_at=(),
+    end=None,
 ):
     """As train_async.py: the next rollout is asked for before this one trains; a checkpoint after each second one.
 
@@ -97,7 +108,7 @@ def run(
         engine, source = GoingOnEngine(slots, slowest, seed), RolloutDataSource(own, tokenizer)
         engine.version = begin
         generator = RolloutGenerator(own, tokenizer, engine)
-        generator.generate_on(source)
+        generator.generate_on(source, concurrency)
         stream = generator.continuous
         if saved[1] is not None:
             stream.restore(drawn.restore(source, json.loads(saved[1]), keeps_finished=True))
@@ -202,7 +213,6 @@ def scripted(make_args, **changes):
         "rollout_max_response_len": LIMIT,
         "sglang_options": {"enable_deterministic_inference": True},
         "rollout_shuffle": True,
-        "rollout_num_gpus": 1,
         "max_weight_staleness": 2,
     }
     return make_args(**{**values, **changes})
@@ -247,8 +257,8 @@ def test_what_a_resumed_run_finds_too_old_is_generated_anew(make_args, tokenizer
 
 
 def test_no_more_requests_than_the_servers_take_are_begun(make_args, tokenizer):
-    args = scripted(make_args, sglang_server_concurrency=6, rollout_num_gpus=2, n_samples_per_prompt=3)
-    done = run(args, tokenizer, 8, slowest=4)
+    args = scripted(make_args, n_samples_per_prompt=3)
+    done = run(args, tokenizer, 8, slowest=4, concurrency=12)
     check(done, args, tokenizer)
     assert 12 <= done.most < 12 + 3  # whole groups, while there is room
 
@@ -266,7 +276,7 @@ def test_a_rollout_out_of_turn_is_refused(make_args, tokenizer):
         args = scripted(make_args)
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator(args, tokenizer, GoingOnEngine(9, 1, 0))
-        generator.generate_on(source)
+        generator.generate_on(source, 100)
         generator.continuous.weights_are(3, 9)
         try:
             with pytest.raises(ValueError, match="rollout 4 was asked for, and 3 is next"):
@@ -288,7 +298,7 @@ def test_a_failure_on_the_way_is_told_with_the_next_rollout_and_while_draining(m
         args = scripted(make_args)
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator(args, tokenizer, Failing(9, 1, 0))
-        generator.generate_on(source)
+        generator.generate_on(source, 100)
         generator.continuous.weights_are(0, 9)
         try:
             with pytest.raises(RuntimeError, match=r"generation of sample \d+ .* failed: ConnectionError: no server"):
@@ -340,10 +350,19 @@ def test_the_books_of_any_endless_run_balance(
         dynamic_sampling_filter_path=FILTER if filtered else None,
         group_rm=together,
         custom_rm_path=f"{HERE}.judge_group" if together else f"{HERE}.judge",
-        sglang_server_concurrency=concurrency,
         rollout_seed=seed,
     )
-    done = run(args, tokenizer, 9, slowest=slowest, slots=slots, crashes=crashes, drained=drained, seed=seed)
+    done = run(
+        args,
+        tokenizer,
+        9,
+        slowest=slowest,
+        slots=slots,
+        crashes=crashes,
+        drained=drained,
+        seed=seed,
+        concurrency=concurrency,
+    )
     check(done, args, tokenizer)
     if not crashes:
         assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) == 0

@@ -39,6 +39,9 @@ def test_requests_go_on_with_the_new_weights_and_recomputed_kv_after_a_retractio
         cut = int(follows_old.int().cumprod(0).sum())
         assert 0 < cut < NEW_TOKENS
         assert follows_new[cut:].all()
+        (first, drawn_by_old), (second, drawn_by_new) = answer.version_spans  # to the token
+        assert (first, second) == ("default", "new") and drawn_by_old + drawn_by_new == NEW_TOKENS
+        assert follows_old[:drawn_by_old].all() and follows_new[drawn_by_old:].all()
 
 
 async def generate_over_an_update(url: str, prompts: list[list[int]], folder: str):

@@ -11,7 +11,7 @@ class DynamicFilterOutput:
     """Whether a group is trained on; `reason` names the drop in `rollout/dynamic_filter/drop_<reason>`.
 
     A dropped group with `keep_when_insufficient` is trained on after all where the prompts that were sent out do not
-    fill the rollout; no more are sent out then.
+    fill the rollout; no more are sent out then. With `--max-weight-staleness` there are always more: it stays dropped.
     """
 
     keep: bool
