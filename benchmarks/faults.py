@@ -87,9 +87,41 @@ def run(
     return done, faults.rollouts(dumps, steps), done_to_it
 
 
-def versions(sample: Sample) -> list[str]:
-    """The weights that drew the sample."""
-    return list(sample.weight_versions)
+def print_table(runs: list[tuple[harness.Finished, list[list[Sample]]]]) -> None:
+    """What both runs did, undisturbed and hit."""
+    rows: dict[str, list[str]] = {}
+
+    def add(label: str, values: list[str]) -> None:
+        rows[label] = values
+
+    add("steps", [str(len(steps)) for _, steps in runs])
+    add("samples", [str(sum(map(len, steps))) for _, steps in runs])
+    add("samples in the smallest step", [str(min(map(len, steps))) for _, steps in runs])
+    add("samples in the largest step", [str(max(map(len, steps))) for _, steps in runs])
+    add("distinct samples", [str(len({(s.group_index, s.index) for step in steps for s in step})) for _, steps in runs])
+    add("mean reward", [f"{statistics.fmean(s.reward for step in steps for s in step):.4f}" for _, steps in runs])
+    gaps = [max(done.steps("train_rollout_logprob_abs_diff_max")) for done, _ in runs]
+    add("largest |train - rollout logprob|", [f"{gap:.1e}" for gap in gaps])
+    add("seconds", [f"{done.seconds:.0f}" for done, _ in runs])
+    hit = runs[1][0]
+    for count in ("servers_lost", "servers_replaced", "router_restarts", "requests_resent"):
+        add(count.replace("_", " "), ["", f"{sum(hit.steps(f'rollout/faults/{count}')):g}"])
+    print(f"\n{'':36}{'undisturbed':>14}{'hit':>14}")
+    for label, (one, other) in rows.items():
+        print(f"{label:36}{one:>14}{other:>14}")
+
+
+def equal(expected: list[list[Sample]], found: list[list[Sample]]) -> bool:
+    """Whether both runs trained on the same; prints it. Tokens are compared where the same weights drew them."""
+    pairs = list(zip([s for step in expected for s in step], [s for step in found for s in step], strict=True))
+    alike = [(one, other) for one, other in pairs if one.weight_versions == other.weight_versions]
+    same = {
+        "indices and prompts": all((a.index, a.prompt) == (b.index, b.prompt) for a, b in pairs),
+        "tokens": all(a.tokens == b.tokens for a, b in alike),
+        "rewards": all(a.reward == b.reward for a, b in alike),
+    }
+    print(f"\nof {len(pairs)} samples {len(alike)} were drawn by the same weights in both runs; equal: {same}")
+    return all(same.values())
 
 
 def main() -> None:
@@ -108,39 +140,9 @@ def main() -> None:
         shape = (options.entry, options.steps)
         calm, expected, _ = run(tiny, folder, "calm", *shape, [], 0, colocate=options.colocate)
         hit, found, lines = run(tiny, folder, "hit", *shape, hits, options.seed, colocate=options.colocate)
-    print("what was done to the run:", *lines, "", "what the run says:", *faults.fault_lines(hit.output), sep="\n")
-
-    pairs = list(zip([s for step in expected for s in step], [s for step in found for s in step], strict=True))
-    alike = [(one, other) for one, other in pairs if versions(one) == versions(other)]
-    rows = {
-        "steps": (len(expected), len(found)),
-        "samples": (sum(map(len, expected)), sum(map(len, found))),
-        "samples in the fewest, the most of a step": tuple(
-            (min(map(len, run)), max(map(len, run))) for run in (expected, found)
-        ),
-        "distinct samples": tuple(
-            len({(s.group_index, s.index) for step in run for s in step}) for run in (expected, found)
-        ),
-        "mean reward": tuple(
-            f"{statistics.fmean(s.reward for step in run for s in step):.4f}" for run in (expected, found)
-        ),
-        "largest |train - rollout logprob|": tuple(
-            f"{max(done.steps('train_rollout_logprob_abs_diff_max')):.1e}" for done in (calm, hit)
-        ),
-        "seconds": (f"{calm.seconds:.0f}", f"{hit.seconds:.0f}"),
-    }
-    for count in ("servers_lost", "servers_replaced", "router_restarts", "requests_resent"):
-        rows[count.replace("_", " ")] = (0, f"{sum(hit.steps(f'rollout/faults/{count}')):g}")
-    print(f"\n{'':44}{'undisturbed':>14}{'hit':>14}")
-    for label, (one, other) in rows.items():
-        print(f"{label:44}{one!s:>14}{other!s:>14}")
-    same = {
-        "index and prompt": all((a.index, a.prompt) == (b.index, b.prompt) for a, b in pairs),
-        "tokens": all(a.tokens == b.tokens for a, b in alike),
-        "rewards": all(a.reward == b.reward for a, b in alike),
-    }
-    print(f"\nof {len(pairs)} samples {len(alike)} were drawn by the same weights in both runs; equal: {same}")
-    sys.exit(0 if all(same.values()) else 1)
+        print("what was done to the run:", *lines, "", "what the run says:", *faults.fault_lines(hit.output), sep="\n")
+        print_table([(calm, expected), (hit, found)])
+    sys.exit(0 if equal(expected, found) else 1)
 
 
 if __name__ == "__main__":
