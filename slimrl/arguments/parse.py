@@ -71,7 +71,8 @@ def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: Pas
         return []
     from_file = read_config_file(path, specs, passthrough)
     replaced = [
-        f"{dest} is {value} by --custom-config-path {path} and not {parsed.values[dest]}, which the command line says."
+        f"{dest} is {_shown(dest, value)} by --custom-config-path {path} and not {_shown(dest, parsed.values[dest])},"
+        " which the command line says."
         for dest, value in from_file.values.items()
         if parsed.values.get(dest, value) != value
     ]
@@ -81,6 +82,10 @@ def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: Pas
     parsed.problems += from_file.problems
     parsed.broken |= from_file.broken
     return replaced
+
+
+def _shown(dest: str, value: object) -> object:
+    return "***" if dest == "wandb_key" else value
 
 
 def _exit_with(problems: Sequence[Problem], entry: str) -> NoReturn:

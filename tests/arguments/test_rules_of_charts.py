@@ -88,3 +88,12 @@ def test_a_port_that_is_taken_is_refused_and_a_free_one_is_left_free(recipe):
 def test_an_address_that_is_not_ours_is_refused(recipe):
     (sentence,) = sentences(recipe, "--prometheus-port 9400 --prometheus-host 192.0.2.1")
     assert sentence.startswith("--prometheus-port 9400 on 192.0.2.1 cannot be opened (")
+
+
+def test_a_key_that_a_file_replaces_is_shown_in_no_note(recipe, tmp_path):
+    (tmp_path / "flags.yaml").write_text("wandb_key: t0psecret\nlr: 2.0e-6\n")
+    line = recipe.line(f"--use-wandb --wandb-key s3cond --custom-config-path {tmp_path / 'flags.yaml'}")
+    args, problems = read_args(line)
+    assert problems == [] and args.wandb_key == "t0psecret"
+    assert sum("by --custom-config-path" in note for note in args.notes) == 2
+    assert not any(key in note for note in args.notes for key in ("t0psecret", "s3cond"))
