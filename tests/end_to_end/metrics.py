@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.request
 from pathlib import Path
@@ -18,6 +19,8 @@ _AXES = {"rollout/step", "train/step", "eval/step"}
 def flags(port: int) -> dict[str, object]:
     """What turns on everything that is off by default."""
     return {
+        "sglang_enable_metrics": True,
+        "router_prometheus_port": free_port(),
         "use_tensorboard": True,
         "use_wandb": True,
         "wandb_mode": "offline",
@@ -43,6 +46,20 @@ def scrape(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {sample.labels["metric"]: sample.value for family in families for sample in family.samples}
+
+
+def targets(run_dir: Path) -> dict[str, list[str]]:
+    """Names of the metrics that each target of the run's file_sd answers with, by job."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, list[str]] = {}
+    for group in json.loads((run_dir / "prometheus.json").read_text()):
+        for address in group["targets"]:
+            url = f"http://{address}{group['labels']['__metrics_path__']}"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+                found.setdefault(group["labels"]["job"], []).extend(family.name for family in families)
+    return found
 
 
 def in_charts(step: dict) -> dict[str, float]:

@@ -29,9 +29,12 @@ def test_every_step_on_slots_of_its_own_is_on_policy_and_all_charts_show_it(tiny
     run = harness.start("train.py", tiny.flags(**changes), tmp_path, "split", tiny.home)
     run.wait_for_line("step 2 |", 200)
     scraped, shown = metrics.scrape(port), run.processes(metrics.KEY)
+    targets = metrics.targets(run.run_dir)
     done = run.finish(200)
     assert (done.code, done.left) == (0, []), done.output[-6000:]
     assert shown == [] and metrics.KEY not in done.output
+    assert targets["sglang"].count("sglang:prompt_tokens") == 2 and "slimrl_rollout_raw_reward" in targets["slimrl"]
+    assert any(name.startswith("smg_") for name in targets["router"])
     metrics.assert_all_agree(done.run_dir, done.summary)
     step = metrics.in_charts(done.summary["steps"][int(scraped["rollout/step"])])
     assert {name: value for name, value in scraped.items() if name in step and name != "perf/evaluate_time"} == {
