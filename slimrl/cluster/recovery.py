@@ -206,9 +206,9 @@ class Recovery:
         end = await self._end_of(place)
         while True:
             place.losses += 1
-            await self._retire(place, end)
             if place.losses >= MAX_LOSSES:
                 return f"{end}\nit was lost {place.losses} times in a row, without a rollout that it helped to complete"
+            await self._retire(place, end)
             while self._keep_off and not (self._monitor.pushing and not self._any_left()):
                 await self._change()
             try:

@@ -20,7 +20,7 @@ from slimrl.sglang.router import RouterProcess
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3  # without a complete rollout in between
-SETTLE_TIMEOUT_S = 30.0  # for the router to take a server in; one that dies meanwhile never comes
+SETTLE_TIMEOUT_S = 10.0  # for the router to take a server in; one that dies meanwhile never comes
 SETTLE_INTERVAL_S = 5.0
 
 
