@@ -23,10 +23,12 @@ LIMIT = 1e4
 def frozen_embedding(
     pre_process: bool, post_process: bool, vp_stage: int | None = None, *, args: Arguments, config: TransformerConfig
 ) -> GPTModel:
-    """slimrl's own model, whose embedding is not trained."""
+    """slimrl's own model, whose embedding is not trained; a head that is tied to it is the same weight."""
     model = policy_model(args, config, pre_process, post_process, vp_stage)
     if pre_process:
         model.embedding.word_embeddings.weight.requires_grad = False
+    if post_process and not args.untie_embeddings_and_output_weights:
+        model.shared_embedding_or_output_weight().requires_grad = False
     return model
 
 

@@ -32,14 +32,13 @@ def freeze_parameters(args: Arguments, stages: Sequence[GPTModel]) -> None:
     no name and where nothing is left to train.
     """
     flag, patterns = _list(args)
-    if not patterns:
-        return
-    named = list(_named_parameters(args, stages))
-    for name, parameter in named:
-        found = any(re.search(pattern, name) for pattern in patterns)
-        parameter.requires_grad_(found == (flag == _ONLY))
-    _check_effect(flag, patterns, named)
-    for stage in stages:
+    if patterns:
+        named = list(_named_parameters(args, stages))
+        for name, parameter in named:
+            found = any(re.search(pattern, name) for pattern in patterns)
+            parameter.requires_grad_(found == (flag == _ONLY))
+        _check_effect(flag, patterns, named)
+    for stage in stages:  # a model of the user's may be frozen without a list
         _keep_the_graph(args, stage)
 
 

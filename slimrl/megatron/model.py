@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -37,7 +38,22 @@ def build_stages(args: Arguments, parallel: ParallelState) -> list[GPTModel]:
     """The parts of the model that this rank holds: one, or one for each of its virtual pipeline stages."""
     config = transformer_config(args)  # one object: the schedule reads that of the first stage
     numbers = [None] if parallel.virtual_stages is None else range(parallel.virtual_stages)
-    return [_build_stage(args, config, parallel, number) for number in numbers]
+    stages = [_build_stage(args, config, parallel, number) for number in numbers]
+    if args.custom_model_provider_path is not None and not args.untie_embeddings_and_output_weights:
+        _check_tie(args.custom_model_provider_path, stages, parallel)
+    return stages
+
+
+def _check_tie(path: str, stages: list[GPTModel], parallel: ParallelState) -> None:
+    """A tied weight is on two pipeline stages, which add their gradients up: one without any would be waited for."""
+    ends = [stage.shared_embedding_or_output_weight() for stage in stages if stage.pre_process or stage.post_process]
+    of_stages: list[list[bool]] = [[] for _ in range(parallel.pp_size)]
+    dist.all_gather_object(of_stages, [weight.requires_grad for weight in ends], group=parallel.pp_group)
+    if len({trained for found in of_stages for trained in found}) > 1:
+        raise HookFailedError(
+            f"--custom-model-provider-path {path} freezes the embedding or the head, which are one weight here: freeze"
+            " shared_embedding_or_output_weight() on both stages"
+        )
 
 
 def policy_model(

@@ -36,6 +36,6 @@ class TrainBatchArguments:
     )
     keep_logits: bool = flag(
         False,
-        "keep the logits for the backward pass: faster by a quarter of the output layer's time, for their memory (on with"
-        " --loss-type custom_loss)",
+        "keep the logits for the backward pass: faster by a quarter of the output layer's time, for their memory (on"
+        " with --loss-type custom_loss)",
     )
