@@ -1,4 +1,4 @@
-"""A server that somebody else started serves a run: it is checked, given weights, and goes on afterwards."""
+"""A server and a router that somebody else started serve a run: checked, given weights, and going on afterwards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from slimrl.sglang.calls import call
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
 from slimrl.sglang.external import inspect
+from slimrl.sglang.router import RouterProcess
+from slimrl.sglang.router_control import RunningRouter
 from tests.end_to_end import harness
 from tests.end_to_end.serving import served
 from tests.megatron.launch import free_port
@@ -24,11 +26,24 @@ def url(tiny, tmp_path_factory):
         yield url
 
 
-def test_a_running_server_is_given_the_weights_and_never_ended(url, tiny, tmp_path):
+@pytest.fixture(scope="module")
+def router(tmp_path_factory):
+    router = RouterProcess(log_path=tmp_path_factory.mktemp("router") / "router.log")
+    router.start()
+    try:
+        router.wait_alive(60)
+        yield router
+    finally:
+        router.stop()
+
+
+def test_a_running_server_is_given_the_weights_and_never_ended(url, router, tiny, tmp_path):
     flags = tiny.flags(
         actor_num_gpus_per_node=1,
         num_rollout=2,
         rollout_external_engine_addrs=url.removeprefix("http://"),
+        sglang_router_ip=router.host,
+        sglang_router_port=router.port,
         check_weight_update_equal=True,
         sglang_enable_deterministic_inference=None,
         sglang_disable_radix_cache=None,
@@ -38,9 +53,25 @@ def test_a_running_server_is_given_the_weights_and_never_ended(url, tiny, tmp_pa
     assert done.left == []
     assert done.steps("weight_version") == ["0", "1"]
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
-    assert not list((done.run_dir / "logs").glob("sglang*"))
+    assert not [*(done.run_dir / "logs").glob("sglang*"), *(done.run_dir / "logs").glob("router*")]
+    assert router.poll() is None and router.workers() == []
     assert ServerControl(url).weight_version() == "2"
     assert call("POST", f"{url}/generate", {"text": "1+1="}, timeout_s=30)["text"]
+
+
+def test_a_router_that_has_other_servers_is_refused(url, router):
+    running = RunningRouter(router.host, router.port)
+    running.check()
+    router.add_worker(url)
+    try:
+        router.wait_ready(1, 60)
+        with pytest.raises(EngineError, match=f"sends requests to {url} already, which the run does not know"):
+            running.check()
+    finally:
+        running.stop()
+    assert router.workers() == []
+    with pytest.raises(EngineUnavailableError, match="cannot be asked for its servers"):
+        RunningRouter("127.0.0.1", free_port()).check()
 
 
 def test_a_server_is_looked_at_before_it_is_used(url, tiny, tmp_path):
