@@ -230,14 +230,14 @@ class RolloutManager:
 
         What is on its way belongs to `data_state` where a checkpoint is `saved` after this rollout.
         """
-        with self._timeline.span("generate", rollout=rollout_id):
-            return await self._generate(rollout_id, saved)
-
-    async def _generate(self, rollout_id: int, saved: bool) -> RolloutResult:
         self._memory.require(f"generating rollout {rollout_id}")
         garbage.collect_between_rollouts()
         if self._recovery is not None:
             self._recovery.generation_begins()
+        with self._timeline.span("generate", rollout=rollout_id):
+            return await self._generate(rollout_id, saved)
+
+    async def _generate(self, rollout_id: int, saved: bool) -> RolloutResult:
         started = time.perf_counter()
         self._timeline.mark("samples")
         if (recorded := self._args.replayed_rollouts) is not None:

@@ -10,7 +10,7 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
 
-THEMES = ("required", "served", "paths", "checkpoints", "layout", "batches", "sharding")
+THEMES = ("required", "served", "paths", "checkpoints", "layout", "batches", "sharding", "profiling")
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 
@@ -166,9 +166,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--distributed-backend gloo is not served: the backend follows from the machine; leave it out.",
             ),
             (
-                "--profile-target train_actor train_log_probs",
-                "--profile-target train_actor train_log_probs is not served: no profiler is wired in yet; profile a"
-                " worker from outside, for example with py-spy.",
+                "--memory-recorder memray",
+                "--memory-recorder memray is not served: --record-memory-history records the GPU's memory with torch;"
+                " leave it out.",
             ),
         ],
     ),
