@@ -7,6 +7,7 @@ the methods of `engine.Engine`, with which the fleet works. Made by the fleet.
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from slimrl.cluster.engine_actor import ServerEnd
@@ -22,12 +23,11 @@ SILENCE_S = 10.0
 
 async def silence_of(url: str) -> str:
     """Pending while somebody answers at `url`; then a sentence."""
-    silent = 0.0
-    while silent < SILENCE_S:
+    last_answer = time.monotonic()
+    while time.monotonic() - last_answer < SILENCE_S:
         await asyncio.sleep(LOOK_INTERVAL_S)
-        silent = (
-            0.0 if await asyncio.to_thread(answers, f"{url}/health", ANSWER_TIMEOUT_S) else silent + LOOK_INTERVAL_S
-        )
+        if await asyncio.to_thread(answers, f"{url}/health", ANSWER_TIMEOUT_S):
+            last_answer = time.monotonic()
     return f"{url} has not answered for {SILENCE_S:g} s"
 
 
