@@ -1,4 +1,4 @@
-"""Servers and the router are killed and stopped at random moments: every sample is trained on once, and the run ends."""
+"""Servers and the router are killed and stopped at random moments: every sample is trained on once."""
 
 from __future__ import annotations
 
@@ -54,4 +54,5 @@ def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(t
     logs = {path.name for path in (done.run_dir / "logs").iterdir()}
     assert {"router.log", "router.1.log"} <= logs
     assert sum(name.startswith("sglang") for name in logs) >= 4
-    assert "died with exit code -9 (log: " in done.output and "has had stopped processes, sglang::scheduler" in done.output
+    assert "died with exit code -9 (log: " in done.output
+    assert "has had stopped processes, sglang::scheduler" in done.output
