@@ -146,6 +146,25 @@ def test_evaluations_are_recorded_like_rollouts(whole):
         assert sum(sample.reward for sample in dump.samples) / 32 == pytest.approx(whole.summary["eval"][when])
 
 
+def test_generation_alone_draws_what_the_run_drew_before_it_was_trained(tiny, whole, tmp_path):
+    of_training = ("save", "load", "save_interval", "ref_load", "check_weight_update_equal", "save_debug_train_data")
+    without = dict.fromkeys((*of_training, "ci_test", "ci_train_rollout_logprob_abs_diff_threshold"))
+    changes = {**without, "debug_rollout_only": True, "num_rollout": 2, "colocate": None, "rollout_num_gpus": 1}
+    done = harness.start("train.py", colocated(tiny, tmp_path, **changes), tmp_path, "drawn", tiny.home).finish(150)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    for step in range(2):
+        drawn, was = (read_dump(folder / f"dumps/{step}.jsonl").samples for folder in (tmp_path, whole.folder))
+        assert [sample.prompt for sample in drawn] == [sample.prompt for sample in was]
+        if step == 0:
+            assert [sample.tokens for sample in drawn] == [sample.tokens for sample in was]
+        else:  # by then the run had learned something
+            assert [sample.rollout_log_probs for sample in drawn] != [sample.rollout_log_probs for sample in was]
+    before, after = (done.summary["eval"][when] for when in ("before", "after"))
+    assert before == after == whole.summary["eval"]["before"]
+    assert not list((done.run_dir / "logs").glob("train-rank*"))
+
+
 def evaluation_alone(entry, tiny, whole, folder, **changes):
     """Of the set of `whole`, with nothing that only training needs."""
     training = ("save", "load", "save_interval", "check_weight_update_equal", "use_tensorboard", "ref_load")
