@@ -81,3 +81,22 @@ def loss_without_metrics(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
 
 def fails(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> Any:
     raise KeyError("no such key")
+
+
+def half_frozen(pre_process: bool, post_process: bool, *, args: Any, config: Any) -> Any:
+    from slimrl.megatron.model import policy_model
+
+    model = policy_model(args, config, pre_process, post_process)
+    if pre_process:
+        model.embedding.word_embeddings.weight.requires_grad = False
+    return model
+
+
+def train_frozen(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> tuple[Any, Any]:
+    """Metrics and weights; what is frozen has no gradient to export."""
+    from tests.megatron import ranks
+
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics, weights = trainer.train(0, ranks.share_of(trainer, rollout)), ranks.export(trainer)
+    trainer.close()
+    return metrics, weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.megatron import layouts, own, ranks, reference, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, PP2, SETTINGS, TP2_SP, VIRTUAL, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, FULL, PP2, SETTINGS, TP2_SP, VIRTUAL, Layout
 
 pytestmark = pytest.mark.slow
 
@@ -112,19 +112,26 @@ def test_the_examples_train_as_slimrl_does_where_they_say_the_same(models: Any, 
     assert result.metrics[0]["chosen_entropy"] == pytest.approx(result.metrics[0]["entropy"])
 
 
-@pytest.mark.parametrize("flag", [{"spec": ["examples.model", "watched_layers"]}, {"custom_model_provider_path": ""}])
-def test_a_model_built_by_a_function_is_the_same_and_its_embedding_stays(
-    flag: dict[str, Any], models: Any, two_ranks: Any, tmp_path: Any
-):
-    settings = SETTINGS
-    if "spec" not in flag:
-        flag = {"custom_model_provider_path": "examples.model.frozen_embedding"}
-        settings = dataclasses.replace(SETTINGS, frozen="embed_tokens")
-    trained_alike(models, two_ranks, Layout(2, VIRTUAL, 4), settings, tmp_path, **flag)
+def test_layers_of_a_function_are_the_same_on_every_virtual_stage(models: Any, two_ranks: Any, tmp_path: Any):
+    spec = ["examples.model", "watched_layers"]
+    trained_alike(models, two_ranks, Layout(2, VIRTUAL, 4), SETTINGS, tmp_path, spec=spec)
 
 
-def refusal(models: Any, pool: Any, folder: Any, **changes: Any) -> str:
-    args = models.args(Layout(1, {}), "dense")
+def test_a_model_of_a_function_is_the_same_and_its_embedding_stays(models: Any, two_ranks: Any):
+    frozen = dataclasses.replace(SETTINGS, frozen="embed_tokens")
+    args = models.args(Layout(2, PP2 | FULL), "dense", frozen)
+    args.custom_model_provider_path = "examples.model.frozen_embedding"
+    metrics, weights = two_ranks.run(own.train_frozen, args, models.rollout)[0]
+    truth = models.truth("dense", 2, frozen)
+    assert layouts.furthest([step["loss"] for step in metrics], truth.losses) < 1e-5
+    assert layouts.furthest([step["grad_norm"] for step in metrics], truth.gradient_norms) < 1e-5
+    assert layouts.relative_error(weights, truth.weights) < 1e-5
+    before = reference.load_model(models.folder("dense", 2, "policy")).model.embed_tokens.weight.float()
+    assert torch.equal(weights["model.embed_tokens.weight"], before)
+
+
+def refusal(models: Any, pool: Any, folder: Any, layout: Layout = Layout(1, {}), **changes: Any) -> str:  # noqa: B008
+    args = models.args(layout, "dense")
     for name, value in ({"custom": {"notes": str(folder)}} | changes).items():
         setattr(args, name, value)
     with pytest.raises(RuntimeError) as caught:
@@ -145,6 +152,12 @@ def test_what_does_not_fit_is_named_with_its_flag_and_sample(models: Any, one_ra
         ),
     ):
         assert sentence in refusal(models, one_rank, tmp_path, **changes)
+
+
+def test_an_embedding_that_is_frozen_apart_from_its_head_is_refused(models: Any, two_ranks: Any, tmp_path: Any):
+    path = "tests.megatron.own.half_frozen"
+    sentence = refusal(models, two_ranks, tmp_path, Layout(2, PP2), custom_model_provider_path=path)
+    assert f"--custom-model-provider-path {path} freezes the embedding or the head" in sentence
 
 
 def test_masks_that_a_function_changes_are_those_that_are_trained_with(models: Any, one_rank: Any, tmp_path: Any):
