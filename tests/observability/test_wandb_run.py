@@ -38,11 +38,14 @@ def train(args: Arguments, first: int, last: int) -> dict:
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
     """Two rollouts of two optimizer steps, and a third by a resumed run: the summary, and both W&B files."""
+    import wandb
+
     folder = tmp_path_factory.mktemp("run")
     args = arguments(folder, num_steps_per_rollout=2, wandb_project="arithmetic", wandb_group="sums", wandb_team="us")
     train(args, 0, 2)
     time.sleep(1)  # W&B names folders by the second
     summary = train(args, 2, 3)
+    wandb.teardown()  # as at the end of a process: waits until its service has written everything
     return summary, sorted(folder.glob("wandb/offline-run-*/*.wandb")), folder
 
 
