@@ -39,7 +39,7 @@ def plan(seed: int, kinds: list[tuple[str, signal.Signals]], steps: range, longe
 
 
 def strike(started: harness.Started, hits: list[Hit], seed: int, timeout: float) -> list[str]:
-    """Carries the plan out; one line for each hit."""
+    """Carries the plan out; one line for each hit. On a slow machine the run may be over before the last ones."""
     numbers = random.Random(seed + 1)
     lines = []
     for hit in hits:
@@ -49,6 +49,9 @@ def strike(started: harness.Started, hits: list[Hit], seed: int, timeout: float)
         while not victims and started.process.poll() is None:  # the last one is being replaced
             time.sleep(0.1)
             victims = _victims(started, hit.target)
+        if not victims:
+            lines.append(f"{time.strftime('%H:%M:%S')} the run was over before {hit}")
+            continue
         victim = numbers.choice(victims)
         victim.send_signal(hit.signal)
         lines.append(f"{time.strftime('%H:%M:%S')} {hit.signal.name} to {hit.target} process {victim.pid} ({hit})")

@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end import faults, harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-STEPS, SEED = 24, 3
+STEPS, SEED = 30, 3
 KINDS = [("server", signal.SIGKILL), ("scheduler", signal.SIGSTOP), ("router", signal.SIGKILL)]
 
 
@@ -28,7 +28,7 @@ def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(t
         save_debug_rollout_data=dumps,
     )
     started = harness.start("train.py", flags, tmp_path, "faults", tiny.home)
-    hits = faults.strike(started, faults.plan(SEED, KINDS, range(1, STEPS - 8), 0.3), SEED, 150)
+    hits = faults.strike(started, faults.plan(SEED, KINDS, range(1, STEPS // 2), 0.3), SEED, 150)
     done = started.finish(150)
     print("\n".join(["", *hits, *faults.fault_lines(done.output)]))
     assert done.code == 0, done.output[-6000:]
