@@ -16,7 +16,7 @@ from slimrl.rollout.rm_hub.remote import RemoteRefused
 from tests.reward_models import logits, write_reward_model
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 JUDGED = RewardRule(None, "reward_model")
 
 

@@ -77,7 +77,7 @@ def takes(name, values):
 def test_every_answer_gets_a_verdict_or_is_given_up_and_the_grader_goes_on(rule, graders):
     async def main():
         await graders.grade({"rule": "math", "boxed": True, "response": "\\boxed{x+x}", "label": "2x"})
-        (worker,) = psutil.Process().children()
+        (worker,) = (child for child in psutil.Process().children() if "grader_worker.py" in " ".join(child.cmdline()))
         given_up = {}
         for name, text in HOSTILE.items():
             sample = ask(rule, text)

@@ -148,7 +148,7 @@ class _Comparison:
         if first is None and second is None:
             return None
         if first is not None and second is not None:
-            if words.with_digits(first) == words.with_digits(second):
+            if first == second or words.with_digits(first) == words.with_digits(second):
                 return True
             lists = structure.bare_list(answer), structure.bare_list(label)
             if None not in lists and all(words.as_words(item) for part in lists for item in part.items):

@@ -72,6 +72,8 @@ def choice(text: str) -> tuple[str, str] | None:
 def with_digits(words: str) -> str:
     """The words with a number at their beginning in digits, `six feet` as `6 feet`."""
     parts = words.split()
+    if parts[0] not in _ONES and parts[0] not in _TENS:
+        return words
     for count in range(len(parts) - 1, 0, -1):
         value = number_word(" ".join(parts[:count]))
         if value is not None:
