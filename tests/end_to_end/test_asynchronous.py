@@ -1,4 +1,4 @@
-"""A fully asynchronous run with long and short responses, killed and resumed: its books, its bound, and whose tokens."""
+"""A fully asynchronous run with responses of any length, killed and resumed: its books, its bound, whose tokens."""
 
 from __future__ import annotations
 
