@@ -40,7 +40,7 @@ class Fleet:
 
     @classmethod
     async def start(cls, args: Arguments, slots: Slots, environment: dict[str, str]) -> Fleet:
-        """Starts every server, then the router; returns when all of them answer through it."""
+        """Starts every server and the router; returns when all servers answer through it."""
         log_dir = Path(args.run_dir).absolute() / "logs"
         place = ActorPlace(log_dir, args.log_level, environment, Path.cwd())
         engines: list[AnyEngine] = [
@@ -49,34 +49,12 @@ class Fleet:
             ExternalEngine(address, index, args.hf_checkpoint)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())
         ]
-        await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
+        router = _router(args, log_dir / "router.log")
+        opening = asyncio.to_thread(_open, router)  # while the servers start: each takes seconds
+        await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S) for engine in engines))
         endpoints = [engine.endpoint for engine in engines]
-        urls = [endpoint.url for endpoint in endpoints]
-        router, router_url = await asyncio.to_thread(cls._start_router, args, urls, log_dir / "router.log")
-        return cls(engines, endpoints, router, router_url)
-
-    @staticmethod
-    def _start_router(args: Arguments, urls: list[str], log_path: Path) -> tuple[AnyRouter, str]:
-        if args.sglang_router_ip is not None:
-            router: AnyRouter = RunningRouter(args.sglang_router_ip, args.sglang_router_port)
-            router.check()
-        else:
-            router = RouterProcess(
-                host=ray.util.get_node_ip_address(),
-                port=args.sglang_router_port,
-                options={
-                    "request_timeout_secs": args.sglang_router_request_timeout_secs,
-                    **routing_options(args),
-                    **args.router_options,
-                },
-                log_path=log_path,
-            )
-            router.start()
-        router.wait_alive(ROUTER_READY_TIMEOUT_S)
-        for url in urls:
-            router.add_worker(url)
-        router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
-        return router, router.url
+        await asyncio.to_thread(_register, router, [endpoint.url for endpoint in endpoints])
+        return cls(engines, endpoints, router, router.url)
 
     async def memory(self) -> dict[str, float]:
         """Resident memory of the router and of every server, GiB by name."""
@@ -119,6 +97,35 @@ class Fleet:
         self.closing.set()  # first: a server that ends now is no death, nor is its actor
         await asyncio.to_thread(self.router.stop)
         await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+def _router(args: Arguments, log_path: Path) -> AnyRouter:
+    if args.sglang_router_ip is not None:
+        return RunningRouter(args.sglang_router_ip, args.sglang_router_port)
+    return RouterProcess(
+        host=ray.util.get_node_ip_address(),
+        port=args.sglang_router_port,
+        options={
+            "request_timeout_secs": args.sglang_router_request_timeout_secs,
+            **routing_options(args),
+            **args.router_options,
+        },
+        log_path=log_path,
+    )
+
+
+def _open(router: AnyRouter) -> None:
+    if isinstance(router, RunningRouter):
+        router.check()
+    else:
+        router.start()
+    router.wait_alive(ROUTER_READY_TIMEOUT_S)
+
+
+def _register(router: AnyRouter, urls: list[str]) -> None:
+    for url in urls:
+        router.add_worker(url)
+    router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
 
 
 def server_settings(args: Arguments, index: int) -> ServerSettings:
