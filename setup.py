@@ -41,6 +41,7 @@ setup(
         "huggingface_hub>=1.33",
         "itables>=2.9",
         "Jinja2>=3.1",
+        "latex2sympy2_extended>=1.11",
         "math-verify[antlr4_13_2]==0.9.0",
         "matplotlib>=3.10",
         "msgspec>=0.20",
