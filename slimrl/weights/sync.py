@@ -15,21 +15,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimrl.hooks import UpdateWeightPostWrite, named
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.sglang.control import RunningRequests
 from slimrl.sglang.control import ServerControl as SglangServerControl
 from slimrl.weights.agreement import LEAD, Agreement
-from slimrl.weights.buckets import Bucket, BufferSource, iter_buckets
+from slimrl.weights.buckets import iter_buckets
 from slimrl.weights.equality import check_server, expected_checksums
 from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import Family, family_for
 from slimrl.weights.hf_files import read_hf_config
+from slimrl.weights.lanes import Lanes, Transport
 from slimrl.weights.manifest import Manifest
 from slimrl.weights.roles import (
     EngineEndpoint,
@@ -42,7 +42,7 @@ from slimrl.weights.roles import (
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, states
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.traced_server import traced
-from slimrl.weights.transport_disk import Delivery, DiskTransport
+from slimrl.weights.transport_disk import Delivery, DiskTransport, post_write
 from slimrl.weights.transport_distributed import DistributedTransport
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
 
@@ -81,33 +81,6 @@ class ModelSource:
     shape: ModelShape
     family: Family
     parallel: ParallelState
-
-
-class Transport(Protocol):
-    """One way to bring buckets to some of the servers."""
-
-    buffer: BufferSource
-
-    def start(self, bucket: Bucket) -> None:
-        """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""
-
-    def finish(self) -> None:
-        """Returns once every server has the bucket started last, if any is under way.
-
-        Raises WeightSyncError naming each server that failed.
-        """
-
-    def release(self) -> None:
-        """Gives up what was kept for later pipeline stages of the servers: every one has read it."""
-
-    def reset(self) -> None:
-        """Gives up what a failed push left, so that the next can begin; never raises for a server that is gone."""
-
-    def close(self) -> None:
-        """Gives up what stays open between pushes."""
-
-    def leave(self) -> None:
-        """Leaves process groups among trainers, after `close` on all of them."""
 
 
 class WeightUpdater:
@@ -161,7 +134,7 @@ class WeightUpdater:
                 source,
                 engines,
                 folder,
-                _post_write(args, engines),
+                post_write(args, engines),
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
                 timeline=timeline,
@@ -362,7 +335,7 @@ class WeightUpdater:
     def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
         num_bytes = buckets = 0
         family, shape = self._source.family, self._source.shape
-        lanes, manifest = _Lanes(self._transports), Manifest(family, shape)
+        lanes, manifest = Lanes(self._transports), Manifest(family, shape)
         together = family.names_with_next(shape)
         for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer, together):
             num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
@@ -415,37 +388,6 @@ class WeightUpdater:
         groups = (parallel.tp_group, parallel.pp_group, parallel.ep_group, parallel.etp_group)
         own = [dist.get_process_group_ranks(group) for group in groups]
         return partners(parallel.rank, [ranks for groups in self._ranks.gather(own) for ranks in groups])
-
-
-class _Lanes:
-    """The transports of one push, each until its first failure."""
-
-    def __init__(self, transports: Sequence[Transport]) -> None:
-        self._working = list(transports)
-        self._errors: list[WeightSyncError] = []
-
-    def run(self, step: Callable[[Transport], None]) -> None:
-        """`step` on each transport that has not failed yet."""
-        for transport in tuple(self._working):
-            try:
-                step(transport)
-            except WeightSyncError as error:
-                self._working.remove(transport)
-                self._errors.append(error)
-
-    def raise_first(self) -> None:
-        """The first failure, if there was one."""
-        if self._errors:
-            raise self._errors[0]
-
-
-def _post_write(args: Arguments, engines: Sequence[EngineEndpoint]) -> Callable[[Path], None] | None:
-    """What --custom-update-weight-post-write-path asks for."""
-    path = args.custom_update_weight_post_write_path
-    if path is None:
-        return None
-    function = named("--custom-update-weight-post-write-path", path, UpdateWeightPostWrite)
-    return lambda folder: function(args, folder, list(engines))
 
 
 def _connect(

@@ -11,16 +11,21 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from slimrl.hooks import HookFailedError
+from slimrl.hooks import HookFailedError, UpdateWeightPostWrite, named
 from slimrl.weights.agreement import Agreement
 from slimrl.weights.buckets import Bucket, ReusedBuffer
 from slimrl.weights.hf_shards import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
+from slimrl.weights.roles import EngineEndpoint
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all
+
+if TYPE_CHECKING:
+    from slimrl.arguments import Arguments
 
 
 class DiskTransport:
@@ -116,3 +121,12 @@ class Delivery:
             self._post_write(folder)
         except HookFailedError as error:
             raise WeightSyncError(str(error), final=True) from error
+
+
+def post_write(args: Arguments, engines: Sequence[EngineEndpoint]) -> Callable[[Path], None] | None:
+    """What `--custom-update-weight-post-write-path` asks for."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    function = named("--custom-update-weight-post-write-path", path, UpdateWeightPostWrite)
+    return lambda folder: function(args, folder, list(engines))
