@@ -19,7 +19,8 @@ from slimrl.weights.export import iter_hf_tensors
 from slimrl.weights.families import family_for
 from slimrl.weights.layout import megatron_shape
 from slimrl.weights.shape import ModelShape
-from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater, _post_write
+from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
+from slimrl.weights.transport_disk import post_write
 from slimrl.weights.transport_disk import Delivery, DiskTransport
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
 from tests.weights.models import named_module
@@ -219,7 +220,7 @@ def test_a_function_that_fails_on_the_files_ends_the_push_by_name(tmp_path):
     sys.path.insert(0, str(tmp_path))
     args = Arguments(custom_update_weight_post_write_path="slimrl_uploads.upload")
     server = RecordingServer("http://a")
-    updater = updater_to_disk(server, tmp_path / "weights", _post_write(args, []))
+    updater = updater_to_disk(server, tmp_path / "weights", post_write(args, []))
     with pytest.raises(WeightSyncError) as caught:
         updater.push(random_model(1), version="3")
     sys.path.remove(str(tmp_path))
