@@ -20,8 +20,7 @@ from slimrl.weights.families import family_for
 from slimrl.weights.layout import megatron_shape
 from slimrl.weights.shape import ModelShape
 from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
-from slimrl.weights.transport_disk import post_write
-from slimrl.weights.transport_disk import Delivery, DiskTransport
+from slimrl.weights.transport_disk import Delivery, DiskTransport, post_write
 from slimrl.weights.transport_tensor import EngineLink, TensorTransport
 from tests.weights.models import named_module
 from tests.weights.servers import RecordingServer
