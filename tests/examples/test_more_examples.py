@@ -241,3 +241,17 @@ def test_the_first_steps_have_no_learning_rate(make_args):
         training.rest(args, rollout_id, step_id, [], optimizer, None)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_a_version_that_is_pushed_again_is_copied_again(make_args, tmp_path, monkeypatch):
+    monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
+    args, version = make_args(custom={"mirror": str(tmp_path / "mirror")}), tmp_path / "weight_v000003"
+    version.mkdir()
+    for number, name in enumerate(("old.safetensors", "model.safetensors")):  # a resumed run may cut files otherwise
+        for file in version.iterdir():
+            file.unlink()
+        (version / name).write_text(str(number))
+        training.keep_a_copy(args, version, [])
+    assert [(file.name, file.read_text()) for file in (tmp_path / "mirror/weight_v000003").iterdir()] == [
+        ("model.safetensors", "1")
+    ]
