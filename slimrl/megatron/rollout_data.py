@@ -38,9 +38,9 @@ def judged(
     `log_probs` [response tokens of the rank] are None for a loss without advantages; `group` are the data-parallel
     ranks. Raises HookFailedError where a user's function raises or leaves what does not fit.
     """
-    columns = {"loss_masks": batch.loss_mask.to(device)}
+    columns = {"loss_masks": batch.loss_mask.to(device, copy=True)}
     if log_probs is not None:
-        columns |= {"log_probs": log_probs, "rollout_log_probs": batch.rollout_log_probs.to(device)}
+        columns |= {"log_probs": log_probs, "rollout_log_probs": batch.rollout_log_probs.to(device, copy=True)}
     if ref_log_probs is not None:
         columns["ref_log_probs"] = ref_log_probs
     data = _as_dict(batch, columns, device) if hooks.see_rollout_data else None
@@ -83,9 +83,9 @@ def _advantages(
 
 
 def _as_dict(batch: RolloutBatch, columns: dict[str, Tensor], device: torch.device) -> RolloutData:
-    """The entries are parts of the columns themselves: what is changed in place is changed there."""
+    """The entries are parts of the columns themselves: what is changed in place is changed there, never in `batch`."""
     return {
-        "tokens": list(batch.tokens.to(device).split(batch.total_lengths.tolist())),
+        "tokens": list(batch.tokens.to(device, copy=True).split(batch.total_lengths.tolist())),
         "total_lengths": batch.total_lengths.tolist(),
         "response_lengths": batch.response_lengths.tolist(),
         "rewards": batch.rewards.tolist(),
@@ -93,7 +93,7 @@ def _as_dict(batch: RolloutBatch, columns: dict[str, Tensor], device: torch.devi
         "truncated": batch.truncated.tolist(),
         "sample_indices": batch.sample_ids.tolist(),
         "rollout_ids": batch.group_ids.tolist(),
-        "rollout_log_probs": _split(batch.rollout_log_probs.to(device), batch),
+        "rollout_log_probs": _split(batch.rollout_log_probs.to(device, copy=True), batch),
         **{name: _split(values, batch) for name, values in columns.items()},
     }
 

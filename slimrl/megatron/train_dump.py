@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron.forward import ResponseColumns
 from slimrl.megatron.parallel import ParallelState
@@ -23,24 +24,25 @@ _COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs"
 
 
 def save_train_data(
-    template: str, rollout_id: int, batch: RolloutBatch, columns: ResponseColumns, parallel: ParallelState
+    args: Arguments, rollout_id: int, batch: RolloutBatch, columns: ResponseColumns, parallel: ParallelState
 ) -> None:
-    """Writes `template` with `{rollout_id}` filled in; collective over all ranks, of which one writes.
+    """Writes --save-debug-train-data with `{rollout_id}` filled in; collective over all ranks, of which one writes.
 
     `{"format", "rollout_id", "samples"}`; a sample has `sample_id`, `group_id`, `tokens` (int64), `response_length`,
     `reward` (normalised), `raw_reward`, `truncated`, where it was trained (`data_parallel_rank`, `optimizer_step`,
     `micro_batch`), and per response token (float32) `loss_mask`, `train_log_probs`, `rollout_log_probs`,
-    `ref_log_probs` (None without a reference) and `advantages`. A file of that name is replaced.
+    `ref_log_probs` (None without a reference) and `advantages`. Where the loss reads no policy's log-probabilities
+    (SFT), all but the mask are None. A file of that name is replaced.
     """
     if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         return
-    own = _samples(batch, columns, parallel.dp_rank)
+    own = _samples(batch, columns, parallel.dp_rank, with_policy=args.compute_advantages_and_returns)
     gathered: list[Any] | None = [None] * parallel.dp_size if parallel.dp_rank == 0 else None
     dist.gather_object(own, gathered, group=parallel.dp_group, group_dst=0)
     if gathered is None:
         return
     samples = sorted((sample for part in gathered for sample in part), key=lambda sample: sample["sample_id"])
-    path = Path(template.replace("{rollout_id}", str(rollout_id)))
+    path = Path(args.save_debug_train_data.replace("{rollout_id}", str(rollout_id)))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -50,7 +52,7 @@ def save_train_data(
         unfinished.unlink(missing_ok=True)
 
 
-def _samples(batch: RolloutBatch, columns: ResponseColumns, rank: int) -> list[dict[str, Any]]:
+def _samples(batch: RolloutBatch, columns: ResponseColumns, rank: int, *, with_policy: bool) -> list[dict[str, Any]]:
     places = {
         row: {"data_parallel_rank": rank, "optimizer_step": step, "micro_batch": number}
         for step, micro_batches in enumerate(batch.micro_batches)
@@ -59,7 +61,8 @@ def _samples(batch: RolloutBatch, columns: ResponseColumns, rank: int) -> list[d
     }
     lengths = batch.response_lengths.tolist()
     tokens = batch.tokens.split(batch.total_lengths.tolist())
-    split = {name: _parts(getattr(columns, name), lengths) for name in _COLUMNS}
+    known = _COLUMNS if with_policy else ("loss_mask",)  # the others are 0 because nothing reads them
+    split = {name: _parts(getattr(columns, name) if name in known else None, lengths) for name in _COLUMNS}
     return [
         {
             "sample_id": int(batch.sample_ids[row]),

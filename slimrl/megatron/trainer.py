@@ -202,10 +202,10 @@ class MegatronTrainer:
         with self._profiler.part(LOG_PROBS, rollout_id):
             columns, data, entropy = self._columns(rollout_id, batch, everything, advance)
         if self.args.save_debug_train_data is not None:
-            save_train_data(self.args.save_debug_train_data, rollout_id, batch, columns, self.parallel)
+            save_train_data(self.args, rollout_id, batch, columns, self.parallel)
         metrics = []
         part = self._profiler.part(ACTOR, rollout_id)
-        with self._times.phase("actor_train"), part, overlap.weights_gathered_late(self._wrapped):
+        with part, self._times.phase("actor_train"), overlap.weights_gathered_late(self._wrapped):
             for number, micro_batches in enumerate(steps):
                 samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
                 divisor = tokens if self._loss_settings.per_token else samples

@@ -43,8 +43,9 @@ def postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> Non
 
 
 def mask_first_tokens(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    for mask in rollout_data["loss_masks"]:
+    for mask, engine in zip(rollout_data["loss_masks"], rollout_data["rollout_log_probs"], strict=True):
         mask[:2] = 0
+        engine[:2] = 0  # read nowhere: these tokens are masked
 
 
 def drop_a_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
@@ -53,6 +54,14 @@ def drop_a_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> No
 
 def swap_tokens(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     rollout_data["tokens"][0] = rollout_data["tokens"][0].flip(0) + 1
+
+
+def swap_tokens_in_place(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    rollout_data["tokens"][0] += 1
+
+
+def shorten(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    rollout_data["response_lengths"][0] -= 1
 
 
 def loss(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -1,0 +1,53 @@
+"""What users' functions see of a rollout is theirs to change: the batch is not touched, and what must stay is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.hooks import HookFailedError
+from slimrl.megatron.forward import ResponseColumns
+from slimrl.megatron.rollout_data import judged
+from slimrl.megatron.train_dump import _samples
+from slimrl.megatron.training_hooks import TrainingHooks
+from tests.megatron import tiny
+
+
+def postprocessed(function: str, rollout: Any) -> tuple[ResponseColumns, Any]:
+    args = tiny.tiny_args(rollout_data_postprocess_path=f"tests.megatron.own.{function}")
+    hooks = TrainingHooks(args, [], None, None)
+    log_probs = torch.zeros_like(rollout.loss_mask)
+    return judged(args, hooks, 0, rollout, log_probs, None, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("function", ["swap_tokens", "swap_tokens_in_place", "shorten"])
+def test_tokens_and_lengths_that_a_function_changes_are_refused_however_it_does_so(function: str):
+    rollout = tiny.recorded_rollout(seed=5)
+    before = rollout.tokens.clone()
+    with pytest.raises(HookFailedError, match=f"own.{function} changed tokens or lengths, which are packed already"):
+        postprocessed(function, rollout)
+    assert torch.equal(rollout.tokens, before)
+
+
+def test_what_a_function_changes_in_place_reaches_the_loss_and_not_the_batch():
+    rollout = tiny.recorded_rollout(seed=5)
+    mask, engines = rollout.loss_mask.clone(), rollout.rollout_log_probs.clone()
+    columns, _ = postprocessed("mask_first_tokens", rollout)
+    assert torch.equal(rollout.loss_mask, mask) and torch.equal(rollout.rollout_log_probs, engines)
+    starts = rollout.response_lengths.cumsum(0) - rollout.response_lengths
+    assert not columns.loss_mask[starts].any() and columns.loss_mask.sum() < mask.sum()
+    assert not columns.rollout_log_probs[starts].any() and not torch.equal(columns.rollout_log_probs, engines)
+
+
+def test_what_is_saved_of_supervised_training_has_no_log_probabilities_of_policies():
+    rollout = tiny.recorded_rollout(seed=5)
+    rollout.micro_batches = [[[row] for row in range(8)]]
+    columns = ResponseColumns.without_policy(rollout.loss_mask)
+    for with_policy in (False, True):
+        sample = _samples(rollout, columns, 0, with_policy=with_policy)[1]
+        assert torch.equal(sample["loss_mask"], rollout.loss_mask.split(rollout.response_lengths.tolist())[1])
+        names = ("train_log_probs", "rollout_log_probs", "advantages")
+        assert [sample[name] is not None for name in names] == [with_policy] * 3
