@@ -13,6 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.version_spans import NO_VERSION
+from slimrl.rollout.metrics import START_ROLLOUT_ID
+from slimrl.rollout.turns import NON_GENERATION_TIME, TURN_STARTS
+
+_OF_THE_RESPONSE = (START_ROLLOUT_ID, NON_GENERATION_TIME, TURN_STARTS)
 
 
 def oldest_version(sample: Sample, otherwise: int | None = None) -> int | None:
@@ -59,6 +63,7 @@ def anew(sample: Sample) -> Sample:
         reward=None,
         status=SampleStatus.PENDING,
         remove_sample=False,
+        metadata={key: value for key, value in sample.metadata.items() if key not in _OF_THE_RESPONSE},
     )
 
 

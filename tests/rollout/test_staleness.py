@@ -55,6 +55,9 @@ def test_a_sample_begins_anew_from_its_prompt():
     fresh = anew(old)
     assert fresh == Sample("p", tokens=[0, 0, 0])
     assert anew(fresh) is fresh and old.response_length == 2
+    old.metadata = {"level": 3, "turn_starts": [0, 1], "non_generation_time": 0.5, "start_rollout_id": 4}
+    assert anew(old).metadata == {"level": 3}  # what is the prompt's own stays
+    assert len(old.metadata) == 4
 
 
 @given(
