@@ -94,12 +94,7 @@ def _sessions(paths: list[Path]) -> tuple[list[_Session], int]:
         if isinstance(value, dict):
             if value.get("slimrl_timeline") != FORMAT:
                 raise ValueError(f"{paths[-1]} is no recorded timeline of format {FORMAT}: {line[:80]!r}")
-            last = sessions[-1].header if sessions else None
-            if last is not None and (last["pid"], last["boot"], last["host"]) == (
-                value["pid"],
-                value["boot"],
-                value["host"],
-            ):
+            if sessions and sessions[-1].header["token"] == value["token"]:
                 continue  # the same process, in the next part of its file
             sessions.append(_Session(value, []))
         elif sessions:

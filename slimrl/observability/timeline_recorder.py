@@ -5,7 +5,7 @@ killed process shows what it was doing, that nothing here ever ends a run, and t
 at most: what is older is dropped. Times are CLOCK_MONOTONIC, which all processes of a machine share. Made by the
 driver, the rollout manager and every train rank, each for itself. The lines of a file:
 
-    {"slimrl_timeline": 1, "process", "host", "pid", "boot", "wall_ns", "monotonic_ns"}   a process begins (or resumes)
+    {"slimrl_timeline": 2, "process", "token", "host", "pid", "boot", "wall_ns", "monotonic_ns"}   a process begins
     ["b", id, track, name, start_ns, facts]                          a block begins
     ["e", id, end_ns]                                                and ends
     ["s", process, track, overlaps, name, start_ns, end_ns, facts]   a span, written when it was over
@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -34,7 +35,7 @@ from slimrl.arguments import Arguments
 
 FOLDER = "timeline"
 MAIN = "main"
-FORMAT = 1
+FORMAT = 2
 PART_BYTES = 32 * 2**20
 _FLUSH_EVERY = 512  # lines
 _FLUSH_AFTER_NS = 1_000_000_000
@@ -52,6 +53,7 @@ class Timeline:
         """Appends to `path` as `process`, its name in the trace; None records nothing."""
         self._path = path
         self._process = process
+        self._token = secrets.token_hex(8)  # the next process may have the same pid, in a container even for sure
         self._part_bytes = part_bytes
         self._lines: list[list[Any]] = []
         self._ids = itertools.count(time.monotonic_ns())  # no id of an earlier process comes again
@@ -195,6 +197,7 @@ class Timeline:
         header = {
             "slimrl_timeline": FORMAT,
             "process": self._process,
+            "token": self._token,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "boot": boot_id(),

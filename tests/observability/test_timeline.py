@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -23,7 +24,8 @@ SECOND = 1_000_000_000
 
 def header(process: str, *, wall: float = 1000.0, monotonic: float = 0.0, boot: str = "a", pid: int = 1) -> dict:
     times = {"wall_ns": int(wall * SECOND), "monotonic_ns": int(monotonic * SECOND)}
-    return {"slimrl_timeline": FORMAT, "process": process, "host": "h", "pid": pid, "boot": boot, **times}
+    names = {"process": process, "token": f"{process} {pid}", "host": "h", "pid": pid, "boot": boot}
+    return {"slimrl_timeline": FORMAT, **names, **times}
 
 
 def span(name: str, start: float, end: float, track: str = "main", overlaps: bool = False, **facts) -> list:
@@ -129,6 +131,19 @@ def test_a_process_keeps_its_latest_doings_within_twice_the_size_of_a_part(tmp_p
     assert sizes < 2 * (20_000 + 512 * 100)  # a part may be over by one write
     names = {span.name for span in read_trace(merge(tmp_path).path).spans}
     assert names == {f"sample {number}" for number in range(5000 - len(names), 5000)} and len(names) > 100
+
+
+def test_two_launches_are_two_although_the_second_has_the_pid_of_the_first(tmp_path):
+    for _ in range(2):
+        timeline = Timeline(tmp_path / "timeline" / "driver.jsonl", "driver")
+        with timeline.span("step 0"):  # of this process, both times
+            if timeline.records:
+                os.close(timeline._file)  # killed within the step
+                timeline._file = None
+        time.sleep(0.01)
+    first, second = read_trace(merge(tmp_path).path).of("driver", "step 0")
+    assert first.facts == second.facts == {"unfinished": True}
+    assert first.end < second.start  # and not only with the end of the second
 
 
 def test_a_disk_that_refuses_ends_the_record_with_a_warning_and_not_the_run(tmp_path, caplog):
