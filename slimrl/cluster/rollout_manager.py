@@ -247,7 +247,7 @@ class RolloutManager:
             output = await rollout_without_engines(self._args, rollout_id, self._data_source, self._tokenizer)
         else:
             output = await self._generator.generate_rollout(rollout_id, self._data_source)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started if output.seconds is None else output.seconds
         self._timeline.mark("batches")
         groups = output.groups
         data_state = output.data_state if saved and output.data_state else self._data_source.state_dict()
@@ -270,7 +270,7 @@ class RolloutManager:
         )
 
     def _request_metrics(self, samples: int) -> dict[str, float]:
-        """What the servers said about the requests since the rollout or the evaluation before."""
+        """What the servers said about the requests since the rollout before."""
         return {} if self._client is None else self._client.requests.take(samples)
 
     async def _faults(self) -> dict[str, float]:
@@ -296,13 +296,13 @@ class RolloutManager:
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set; the samples are dumped, their numbers returned."""
         self._memory.require("an evaluation")
-        with self._timeline.span("evaluate", track="evaluations", rollout=rollout_id):
+        span = self._timeline.span("evaluate", track="evaluations", rollout=rollout_id)
+        with span, self._client.requests.apart():  # its requests are no rollout's
             results = await self._generator.evaluate(rollout_id)
         samples = [sample for result in results.values() for sample in result.samples]
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         self._dump(rollout_id, samples, metrics, evaluation=True)
         scalars = reported_scalars(self._args, rollout_id, results)
-        self._request_metrics(max(len(samples), 1))  # they are no rollout's
         return {name: EvaluationReport(result.mean_reward, scalars[name]) for name, result in results.items()}
 
     def _dump(

@@ -256,7 +256,12 @@ PERF = (
         "TFLOP/s",
         when=_TRAINING,
     ),
-    Metric("perf/rollout_time", "generating and judging", "s"),
+    Metric(
+        "perf/rollout_time",
+        "generating and judging; with `--max-weight-staleness` the time since the rollout before was handed over (the"
+        " first after a resume takes what the checkpoint held ready, so that its speeds are too high)",
+        "s",
+    ),
     Metric("perf/tokens_per_gpu_per_sec", "response tokens by rollout_time and rollout slot", "tokens/s"),
     Metric("perf/effective_tokens_per_gpu_per_sec", "the same without masked tokens", "tokens/s"),
     Metric("perf/longest_sample_tokens_per_sec", "tokens of the longest response by rollout_time", "tokens/s"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
@@ -30,12 +31,16 @@ _HOPELESS_BATCHES = 16
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """One rollout's groups; the filter's verdicts since the rollout before; how many were too old and begin anew."""
+    """One rollout's groups; the filter's verdicts since the rollout before; how many were too old and begin anew.
+
+    `seconds` is the time since the rollout before, or since generation began.
+    """
 
     groups: list[list[Sample]]
     filtered: Collector
     left: int
     too_old: int
+    seconds: float
 
 
 class ContinuousRollout:
@@ -69,6 +74,7 @@ class ContinuousRollout:
         self._too_old = 0
         self._version: int | None = None
         self._next = self._end = 0  # the rollout to hand out next, and the end of the run
+        self._since = 0.0  # when the rollout before was handed out
         self._held = False
         self._landing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -85,7 +91,7 @@ class ContinuousRollout:
     def weights_are(self, version: int, end: int) -> None:
         """The engines hold the weights `version` now and go on, or begin; the run ends before rollout `end`."""
         if self._version is None:
-            self._next = version
+            self._next, self._since = version, time.perf_counter()
             self._landing = asyncio.create_task(self._land())
             self._landing.add_done_callback(lambda _: self._tell())
         self._version, self._end, self._held = version, end, False
@@ -115,7 +121,9 @@ class ContinuousRollout:
         too_old, self._too_old = self._too_old, 0
         self._return_too_old()
         self._admit()
-        return Taken([finished.group for finished in chosen], filtered, len(self._ready), too_old)
+        since, self._since = self._since, time.perf_counter()
+        groups = [finished.group for finished in chosen]
+        return Taken(groups, filtered, len(self._ready), too_old, self._since - since)
 
     def take_failures(self) -> dict[str, float]:
         """Metrics of the samples that failed and were skipped since this was asked last."""

@@ -152,7 +152,7 @@ class RolloutGenerator:
         if self._filter is not None:
             metrics |= dynamic_filter_metrics(taken.filtered.drops, taken.left)
         data_state = self.continuous.drawn().added_to(data_source.state_dict())
-        return RolloutOutput(in_order(taken.groups), metrics, data_state)
+        return RolloutOutput(in_order(taken.groups), metrics, data_state, taken.seconds)
 
     async def builtin_evaluation(self, rollout_id: int) -> dict[str, EvalResult]:
         """Every evaluation set by name, sampled and judged. Raises SampleError."""

@@ -13,8 +13,10 @@ class RolloutOutput:
     """`--rollout-batch-size` groups sorted by index, and flat metrics by name.
 
     `data_state` is what a checkpoint must know of the data, where more is on its way than the data source knows of.
+    `seconds` is how long its generation took, where the groups were on their way before it was asked for.
     """
 
     groups: list[list[Sample]]
     metrics: dict[str, float]
     data_state: dict[str, Any] | None = None
+    seconds: float | None = None

@@ -5,8 +5,10 @@ Owned by the client, told of every answer, asked by the rollout manager once per
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
@@ -28,6 +30,7 @@ class RequestStats:
 
     def __init__(self) -> None:
         self._clear()
+        self._apart = contextvars.ContextVar("apart", default=False)
 
     def _clear(self) -> None:
         self._prompt_tokens = self._cached_tokens = 0
@@ -37,6 +40,8 @@ class RequestStats:
 
     def note(self, answer: Answered) -> None:
         """One answered request."""
+        if self._apart.get():
+            return
         self._prompt_tokens += answer.prompt_tokens
         self._cached_tokens += answer.cached_tokens
         if answer.e2e_latency is not None:
@@ -48,6 +53,15 @@ class RequestStats:
             self._accepted += answer.spec_num_correct_drafts
             self._passes += answer.spec_verify_ct
             self._tokens_of_passes += answer.completion_tokens
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is asked within the block, and in tasks and threads that it begins, is not counted (evaluations)."""
+        before = self._apart.set(True)
+        try:
+            yield
+        finally:
+            self._apart.reset(before)
 
     def take(self, samples: int) -> dict[str, float]:
         """Metrics by their full names, for a rollout of so many samples; begins anew. Empty without requests."""

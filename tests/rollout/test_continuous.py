@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import time
 from collections import Counter
 from itertools import groupby
 
@@ -269,6 +270,29 @@ def test_an_evaluation_does_not_disturb_what_is_on_its_way(make_args, make_eval_
     done = run(args, tokenizer, 10, slowest=4, evaluate_at=(1, 4, 5))
     check(done, args, tokenizer)
     assert done.pushed_under_requests > 0
+
+
+def test_a_rollout_that_was_ready_took_the_time_since_the_one_before(make_args, tokenizer):
+    async def main():
+        args = scripted(make_args, rollout_all_samples_process_path=None)
+        source = RolloutDataSource(args, tokenizer)
+        generator = RolloutGenerator(args, tokenizer, GoingOnEngine(1000, 2, 0))
+        generator.generate_on(source, 1000)
+        times = []
+        began = time.perf_counter()
+        try:
+            for rollout in (0, 1):
+                generator.continuous.weights_are(rollout, 9)
+                await asyncio.sleep(0.2)  # training, while groups finish
+                output = await generator.generate_rollout(rollout, source)
+                times.append(output.seconds)
+        finally:
+            await generator.continuous.stop()
+            generator.close()
+        return times, time.perf_counter() - began
+
+    times, passed = asyncio.run(main())
+    assert min(times) > 0.19 and sum(times) <= passed
 
 
 def test_a_rollout_out_of_turn_is_refused(make_args, tokenizer):

@@ -1,5 +1,6 @@
 """What servers say about requests, added up: caches, drafts and latencies."""
 
+import asyncio
 import json
 
 import pytest
@@ -35,6 +36,28 @@ def test_an_answer_without_such_fields_counts_nothing():
     stats = RequestStats()
     generation_of(answer(), stats)
     assert stats.take(samples=1) == {}
+
+
+def test_an_evaluation_beside_a_rollout_leaves_its_requests_alone():
+    stats = RequestStats()
+
+    async def ask(prompt_tokens):
+        await asyncio.sleep(0)
+        generation_of(answer(prompt_tokens=prompt_tokens, cached_tokens=5), stats)
+
+    def in_a_thread(loop):
+        asyncio.run_coroutine_threadsafe(ask(1000), loop).result()
+
+    async def evaluation():
+        with stats.apart():
+            await asyncio.gather(ask(1000), asyncio.to_thread(in_a_thread, asyncio.get_running_loop()))
+
+    async def main():
+        await asyncio.gather(ask(10), evaluation(), ask(10))
+        await ask(30)
+
+    asyncio.run(main())
+    assert stats.take(samples=3)["rollout/prefix_cache_hit_rate"] == 15 / 50
 
 
 @pytest.mark.parametrize(("number", "p99"), [(1, 0.0), (100, 98.0), (101, 99.0), (1000, 989.0)])
