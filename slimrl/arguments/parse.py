@@ -18,6 +18,7 @@ from slimrl.arguments.passthrough import PassthroughTables
 from slimrl.arguments.precision import take_precision_of_model
 from slimrl.arguments.problem import Problem, report
 from slimrl.arguments.rules import Context, check
+from slimrl.arguments.secrets import told
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: Pas
         return []
     from_file = read_config_file(path, specs, passthrough)
     replaced = [
-        f"{dest} is {_shown(dest, value)} by --custom-config-path {path} and not {_shown(dest, parsed.values[dest])},"
+        f"{dest} is {told(dest, value)} by --custom-config-path {path} and not {told(dest, parsed.values[dest])},"
         " which the command line says."
         for dest, value in from_file.values.items()
         if parsed.values.get(dest, value) != value
@@ -82,10 +83,6 @@ def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: Pas
     parsed.problems += from_file.problems
     parsed.broken |= from_file.broken
     return replaced
-
-
-def _shown(dest: str, value: object) -> object:
-    return "***" if dest == "wandb_key" else value
 
 
 def _exit_with(problems: Sequence[Problem], entry: str) -> NoReturn:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
+from slimrl.arguments.secrets import without_secrets
 from slimrl.cluster.ray_environment import prepare_ray_environment
-from slimrl.processes.command_line import hide_values
+from slimrl.processes.command_line import show_as
 
 if TYPE_CHECKING:
     from slimrl.cluster.run import Run
@@ -21,7 +22,6 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
-SECRET_FLAGS = ("--wandb-key", "--sglang-api-key", "--sglang-admin-api-key", "--router-api-key")
 
 
 class Terminated(KeyboardInterrupt):
@@ -54,7 +54,7 @@ def passthrough_flags() -> dict[str, Callable]:
 def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
     """Runs `loop` on a freshly opened run; returns the process's exit code."""
     args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
-    hide_values(SECRET_FLAGS)
+    show_as(without_secrets(sys.argv))
 
     prepare_ray_environment()
     if args.dry_run:

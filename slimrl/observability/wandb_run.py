@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.secrets import shown
 from slimrl.observability.metrics import AXES
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ FINISH_TIMEOUT_S = 30.0  # what is not sent by then stays on disk, for `wandb sy
 GIVE_UP_AFTER_S = FINISH_TIMEOUT_S + 10.0
 LATE_START_S = 10.0
 DEFAULT_PROJECT = "slimrl"
-# may hold keys of the user's services
-_NOT_IN_CONFIG = ("wandb_key", "train_env_vars", "custom")
-_KEYS_OF_OPTIONS = ("api_key", "admin_api_key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +158,9 @@ def _open(settings: WandbSettings) -> wandb.Run:
 
 def _config(args: Arguments) -> dict[str, Any]:
     """The flags as plain data, without what may be secret."""
-    values = {name: value for name, value in dataclasses.asdict(args).items() if name not in _NOT_IN_CONFIG}
-    for options in ("sglang_options", "router_options"):
-        values[options] = {name: value for name, value in values[options].items() if name not in _KEYS_OF_OPTIONS}
-    return json.loads(json.dumps(values, default=str))
+    values = dataclasses.asdict(args)
+    del values["custom"]  # the user's own, which may hold keys of his services
+    return shown(json.loads(json.dumps(values, default=str)))
 
 
 def _where(run: wandb.Run) -> str:

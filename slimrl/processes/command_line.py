@@ -7,35 +7,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Collection, Sequence
-
-HIDDEN = "***"
+from collections.abc import Sequence
 
 
-def hide_values(flags: Collection[str]) -> None:
-    """Puts `***` in place of these flags' values in `sys.argv` and in the process list.
+def show_as(words: Sequence[str]) -> None:
+    """Puts `words` in place of `sys.argv`, and of the command in the process list.
 
-    The process list is left alone where none is given: a title that is set once is cut to the room of the first.
+    The process list is left alone where they are the same: a title that is set once is cut to the room of the first.
     """
-    hidden = without_values(sys.argv, flags)
-    if hidden == sys.argv:
+    if list(words) == sys.argv:
         return
     from setproctitle import setproctitle
 
-    sys.argv[:] = hidden
-    setproctitle(shlex.join([sys.executable, *hidden]))
-
-
-def without_values(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """`words` with `***` for the values of `flags`, written `--flag value` or `--flag=value`."""
-    hidden, previous = [], ""
-    for word in words:
-        name = word.partition("=")[0]
-        if previous in flags:
-            hidden.append(HIDDEN)
-        elif name in flags and name != word:
-            hidden.append(f"{name}={HIDDEN}")
-        else:
-            hidden.append(word)
-        previous = word
-    return hidden
+    sys.argv[:] = words
+    setproctitle(shlex.join([sys.executable, *words]))

@@ -116,9 +116,16 @@ def test_a_run_is_called_what_the_flags_say(tmp_path, changes, expected):
 
 
 def test_keys_of_other_services_are_not_in_the_config(tmp_path):
-    args = arguments(tmp_path, train_env_vars={"TOKEN": "t0p"}, sglang_options={"api_key": "t0p", "tp_size": 2})
+    args = arguments(
+        tmp_path,
+        train_env_vars={"TOKEN": "t0p"},
+        rm_url="http://us:t0p@judge:80/score",
+        sglang_options={"api_key": "t0p", "ssl_keyfile_password": "t0p", "tp_size": 2},
+        router_options={"oracle_password": "t0p", "control_plane_api_keys": [["id", "t0p"]]},
+    )
     settings = WandbSettings.from_args(args, None)
     assert settings.config["sglang_options"] == {"tp_size": 2}
+    assert settings.config["rm_url"] == "http://***@judge:80/score"
     assert "t0p" not in str(settings.config)
 
 

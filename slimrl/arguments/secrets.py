@@ -1,0 +1,55 @@
+"""Which values of a command line nobody else may read, and what is shown in their place.
+
+The one list for everything that shows flags: the process list, the command in `summary.json`, W&B's config, messages.
+Promises that a value of a secret flag, and a user name and password within a URL, is in nothing that is returned here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+# environment variables hold keys of the user's services
+_OWN = {"wandb_key", "train_env_vars"}
+_OF_ENGINES = re.compile(r"password|(^|_)api_keys?$")
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s\"']*@")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a flag (`--router-api-key`) or a field (`api_key`) holds a secret."""
+    dest = name.removeprefix("--").replace("-", "_")
+    return dest in _OWN or _OF_ENGINES.search(dest) is not None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `***` for every value of a secret flag, `--flag value ...` or `--flag=value`."""
+    hidden: list[str] = []
+    within = first = False  # of the values of a secret flag; a first one may begin with dashes itself
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if first or (within and not word.startswith("--")):
+            hidden.append(HIDDEN)
+            first = False
+            continue
+        within = word.startswith("--") and is_secret(name)
+        first = within and not equals
+        hidden.append(f"{name}={HIDDEN}" if within and equals else shown(word))
+    return hidden
+
+
+def told(name: str, value: Any) -> Any:
+    """What a message says of a flag's value."""
+    return HIDDEN if is_secret(name) else shown(value)
+
+
+def shown(value: Any) -> Any:
+    """Plain data without the entries that are secret, and without user names in URLs."""
+    if isinstance(value, str):
+        return _USER_OF_URL.sub(f"{HIDDEN}@", value)
+    if isinstance(value, Mapping):
+        return {name: shown(entry) for name, entry in value.items() if not is_secret(str(name))}
+    if isinstance(value, list | tuple):
+        return [shown(entry) for entry in value]
+    return value

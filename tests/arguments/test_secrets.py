@@ -1,0 +1,50 @@
+"""What a command line shows to others: nothing of keys, passwords and environment variables."""
+
+import pytest
+
+from slimrl.arguments.secrets import is_secret, shown, told, without_secrets
+
+KEY = "t0psecret"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--wandb-key",
+        "--train-env-vars",
+        "--sglang-api-key",
+        "--sglang-admin-api-key",
+        "--sglang-ssl-keyfile-password",
+        "--router-api-key",
+        "--router-oracle-password",
+        "--router-control-plane-api-keys",
+    ],
+)
+def test_no_value_of_these_flags_is_in_the_command(flag):
+    words = ["train.py", flag, KEY, KEY, "--lr", "1", f"{flag}={KEY}", KEY, "--use-wandb", "yes", flag, f"--{KEY}"]
+    hidden = ["train.py", flag, "***", "***", "--lr", "1", f"{flag}=***", "***", "--use-wandb", "yes", flag, "***"]
+    assert without_secrets(words) == hidden
+    assert told(flag, KEY) == "***"
+
+
+@pytest.mark.parametrize("flag", ["--wandb-key-of-mine", "--sglang-ssl-keyfile", "--router-tokenizer-path", "--lr"])
+def test_other_flags_are_shown(flag):
+    assert not is_secret(flag)
+    assert without_secrets([flag, KEY, f"{flag}={KEY}"]) == [flag, KEY, f"{flag}={KEY}"]
+    assert told(flag, KEY) == KEY
+
+
+def test_a_url_is_shown_without_its_user():
+    url = f"http://me:{KEY}@judge:80/score?by=a@b"
+    assert without_secrets(["--rm-url", url, f"--rm-url={url}"]) == [
+        "--rm-url",
+        "http://***@judge:80/score?by=a@b",
+        "--rm-url=http://***@judge:80/score?by=a@b",
+    ]
+    assert told("rm_url", url) == "http://***@judge:80/score?by=a@b"
+    assert shown("http://judge/a@b") == "http://judge/a@b"
+
+
+def test_plain_data_is_shown_without_secret_entries_at_any_depth():
+    data = {"a": [{"api_key": KEY, "b": 1}], "control_plane_api_keys": [KEY], "c": (f"x://{KEY}@h", None, 2.0)}
+    assert shown(data) == {"a": [{"b": 1}], "c": ["x://***@h", None, 2.0]}
