@@ -7,6 +7,7 @@ last lines of its log. Made and used by the fleet.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from slimrl.cluster.slots import ENGINE_SHARE, EnginePart, Slots
 from slimrl.processes import ProcessStartError
 from slimrl.sglang.server import NodePart
 from slimrl.weights.roles import EngineEndpoint
+
+KILL_TIMEOUT_S = 10.0  # for an actor to end its process; one that hangs is killed, and its process follows it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,18 +130,26 @@ class Engine:
         """Ends what is left after a death and says so."""
         if len(self._actors) == 1:
             return end
-        await asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors))
+        await self._stop_at_once()
         others = f"its processes on the other {len(self._actors) - 1} nodes were ended"
         return dataclasses.replace(end, last_lines=f"{end.last_lines}\n{others}")
 
     async def kill(self) -> None:
         """Ends it at once and for good, whatever is left of it: also one that hangs, or whose actor is dead."""
-        await asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors), return_exceptions=True)
+        await self._stop_at_once()
         for actor in self._actors:
             ray.kill(actor)
 
+    async def _stop_at_once(self) -> None:
+        stops = asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stops, KILL_TIMEOUT_S)
+
     async def close(self) -> None:
-        """Ends the processes, then the actors."""
-        await asyncio.gather(*(actor.stop.remote() for actor in self._actors))
+        """Ends the processes, then the actors; one that was killed, or lost, is passed over."""
+        answers = await asyncio.gather(*(actor.stop.remote() for actor in self._actors), return_exceptions=True)
         for actor in self._actors:
             ray.kill(actor)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RayActorError):
+                raise answer

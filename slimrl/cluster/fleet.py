@@ -93,10 +93,13 @@ class Fleet:
         )
 
     async def close(self) -> None:
-        """Ends the watch, then the router, then every server."""
+        """Ends the watch, then the router, then every server, before the first failure is raised."""
         self.closing.set()  # first: a server that ends now is no death, nor is its actor
         await asyncio.to_thread(self.router.stop)
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        answers = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
 
 
 def _router(args: Arguments, log_path: Path) -> AnyRouter:
