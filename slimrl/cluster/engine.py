@@ -97,6 +97,7 @@ class Engine:
             slots=[slot for part in self._parts for slot in part.slots],
             nodes=[part.node for part in self._parts for _ in part.slots],
             tensor_parallel_size=self.settings.tensor_parallel_size,
+            life=self.settings.life,
         )
 
     async def memory(self) -> dict[str, float]:

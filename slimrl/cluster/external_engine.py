@@ -1,6 +1,7 @@
 """A server of the user's, used as an engine (`--rollout-external-engine-addrs`): given weights, never started or ended.
 
-Promises to notice that it stops answering, and that it was started anew, with weights that are not the run's. It has
+Promises to notice that it stops answering, and that it was started anew, with weights that are not the run's. A server
+that only works for long, as in a push, answers: whether its scheduler is stuck is for `HealthMonitor` to tell. It has
 the methods of `engine.Engine`, with which the fleet works. Made by the fleet.
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from slimrl.arguments import Arguments
 from slimrl.cluster.engine_actor import ServerEnd
 from slimrl.sglang.calls import answers
 from slimrl.sglang.errors import EngineError
@@ -18,25 +20,25 @@ from slimrl.weights.roles import EngineEndpoint
 
 LOOK_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
-SILENCE_S = 10.0
+SIGN_OF_LIFE = "/v1/loads"  # answered whatever the scheduler does; a server's /health waits for it to make a token
 
 
-async def silence_of(url: str) -> str:
-    """Pending while somebody answers at `url`; then a sentence."""
+async def silence_of(url: str, path: str, limit_s: float) -> str:
+    """Pending while somebody answers a GET of `path` at `url`, at least once in `limit_s`; then a sentence."""
     last_answer = time.monotonic()
-    while time.monotonic() - last_answer < SILENCE_S:
-        await asyncio.sleep(LOOK_INTERVAL_S)
-        if await asyncio.to_thread(answers, f"{url}/health", ANSWER_TIMEOUT_S):
+    while time.monotonic() - last_answer < limit_s:
+        await asyncio.sleep(min(LOOK_INTERVAL_S, limit_s / 4))
+        if await asyncio.to_thread(answers, f"{url}{path}", min(ANSWER_TIMEOUT_S, limit_s)):
             last_answer = time.monotonic()
-    return f"{url} has not answered for {SILENCE_S:g} s"
+    return f"{url} has not answered for {limit_s:g} s (--rollout-health-check-timeout)"
 
 
 class ExternalEngine:
     """One running server; `life` counts how often it went away and came back."""
 
-    def __init__(self, address: str, index: int, hf_checkpoint: str, life: int = 0) -> None:
+    def __init__(self, address: str, index: int, args: Arguments, life: int = 0) -> None:
         self.address, self.index, self.life = address, index, life
-        self._hf_checkpoint = hf_checkpoint
+        self._args = args
         self._server: ExternalServer | None = None
 
     @property
@@ -52,11 +54,12 @@ class ExternalEngine:
     @property
     def endpoint(self) -> EngineEndpoint:
         """Where weights are sent to, once it has started: it lies on slots of its own."""
-        return EngineEndpoint(self.url, slots=[], tensor_parallel_size=self._server.tensor_parallel_size)
+        size = self._server.tensor_parallel_size
+        return EngineEndpoint(self.url, slots=[], tensor_parallel_size=size, life=self.life)
 
     def successor(self) -> ExternalEngine:
         """The same server after it went away."""
-        return ExternalEngine(self.address, self.index, self._hf_checkpoint, self.life + 1)
+        return ExternalEngine(self.address, self.index, self._args, self.life + 1)
 
     async def start(self, timeout_s: float) -> None:
         """Looks whether the server can be used, in its first life at once, later for up to `timeout_s`.
@@ -66,7 +69,7 @@ class ExternalEngine:
         deadline = asyncio.get_running_loop().time() + (timeout_s if self.life else 0.0)
         while True:
             try:
-                self._server = await asyncio.to_thread(inspect, self.address, self._hf_checkpoint)
+                self._server = await asyncio.to_thread(inspect, self.address, self._args.hf_checkpoint)
                 return
             except EngineError:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -75,7 +78,8 @@ class ExternalEngine:
 
     async def watch(self) -> ServerEnd:
         """Pending while it answers and is the one that was started."""
-        silence = asyncio.ensure_future(silence_of(self.url))
+        limit_s = self._args.rollout_health_check_timeout
+        silence = asyncio.ensure_future(silence_of(self.url, SIGN_OF_LIFE, limit_s))
         try:
             while not silence.done():
                 await asyncio.wait([silence], timeout=LOOK_INTERVAL_S)

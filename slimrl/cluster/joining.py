@@ -44,7 +44,7 @@ class Joining:
         self._ask, self._where = ask, where
         self._supervisor = supervisor
         self._trainers = trainers
-        self._connected = [endpoint.url for endpoint in connected]
+        self._connected = connected
         self._serial = 0
         self._news: ObjectRef | None = None
         self._idle: Callable[[Standing], None] | None = None
@@ -86,16 +86,28 @@ class Joining:
 
     def push(self, version: int, update: Callable[[int], Any]) -> None:
         """Brings weights to every server that is there, by `update(version)`; none has to be there yet."""
-        idle, self._idle = self._idle, None
-        self._push(version, update, only_waiting=False)
-        self._idle = idle
+        with self._busy():
+            self._push(version, update, only_waiting=False)
 
     def _serve_the_waiting(self) -> None:
         if self._idle is None or self._trainers is None:
             return
-        standing: Standing = self._get("standing", what="the standing of the servers")
-        if standing.waiting:
-            self._idle(standing)
+        with self._busy() as serve:
+            heard = -1
+            while heard != self._serial:  # what was heard of meanwhile was not acted upon
+                heard = self._serial
+                standing: Standing = self._get("standing", what="the standing of the servers")
+                if standing.waiting:
+                    serve(standing)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[Callable[[Standing], None] | None]:
+        """News that come in this block are only said: a push within a push would meet servers that serve already."""
+        idle, self._idle = self._idle, None
+        try:
+            yield idle
+        finally:
+            self._idle = idle
 
     def _update(self, version: int) -> None:
         self._trainers.update_weights(version)
@@ -104,10 +116,10 @@ class Joining:
         while endpoints := self._get("begin_push", only_waiting, what=f"a server for weights {version}"):
             urls = [endpoint.url for endpoint in endpoints]
             try:
-                if urls != self._connected:
+                if endpoints != self._connected:
                     self._connected = []
                     self._trainers.connect_engines(endpoints)
-                    self._connected = urls
+                    self._connected = endpoints
                 update(version)
             except RankFailedError as error:
                 self._connected = []  # what was joined has to be joined anew, even by the same servers

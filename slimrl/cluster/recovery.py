@@ -55,6 +55,10 @@ class _Place:
     losses: int = 0
     blamed: asyncio.Future[str] = dataclasses.field(default_factory=asyncio.Future)
 
+    def has(self, engine: AnyEngine) -> bool:
+        """Whether `engine` is there: neither lost nor replaced."""
+        return self.engine is engine and self.phase is not Phase.LOST
+
 
 @dataclasses.dataclass(frozen=True)
 class News:
@@ -93,6 +97,7 @@ class Recovery:
         self._memory_turn = asyncio.Lock()
         self._router = RouterKeeper(fleet.router, self._monitor, self._serving, self._event)
         self._starting: set[int] = set()
+        self._pushed: list[AnyEngine] = []  # to which weights are on their way, or were
         self._keep_off = False  # training has the slots, or is about to
         self._loop = asyncio.get_running_loop()
         memory.when_lost = self._blame_from_thread
@@ -113,10 +118,10 @@ class Recovery:
     async def generation_ends(self) -> None:
         """A rollout is complete: servers that worked and are still there have shown that they can."""
         self._router.losses = 0
-        serving = [place for place in self._places if place.phase is Phase.SERVING]
-        loads = [asyncio.to_thread(load_of, place.engine.url, LOAD_TIMEOUT_S) for place in serving]
-        for place, load in zip(serving, await asyncio.gather(*loads), strict=True):
-            if load.prefilled:
+        serving = [(place, place.engine) for place in self._places if place.phase is Phase.SERVING]
+        loads = [asyncio.to_thread(load_of, engine.url, LOAD_TIMEOUT_S) for _, engine in serving]
+        for (place, engine), load in zip(serving, await asyncio.gather(*loads), strict=True):
+            if load.prefilled and place.has(engine):
                 place.losses = 0
 
     def take_metrics(self) -> dict[str, float]:
@@ -171,30 +176,35 @@ class Recovery:
             await self._change()
         if not chosen:
             self._monitor.pushing = False
-        return [place.engine.endpoint for place in chosen]
+        self._pushed = [place.engine for place in chosen]
+        return [engine.endpoint for engine in self._pushed]
 
     async def end_push(self, urls: Sequence[str], version: str) -> None:
-        """These servers hold the weights `version`: those of them that waited are put behind the router."""
+        """These servers hold the weights `version`: those of them that waited are put behind the router.
+
+        Another server that came to one of these addresses meanwhile goes on waiting.
+        """
         self._monitor.pushing = False
-        joined = [place for place in self._places if place.phase is Phase.WAITING and place.engine.url in urls]
+        given = [place for place in self._places if place.engine.url in urls and place.engine in self._pushed]
+        joined = [place for place in given if place.phase is Phase.WAITING]
         await self._admit(joined, f"has weights {version}")
 
     async def push_failed(self, urls: Sequence[str]) -> list[str]:
         """Which of these servers are lost, each of which is probed; the others may be pushed to again."""
         await asyncio.sleep(DEATH_GRACE_S)
         self._monitor.pushing = False
-        present = [place for place in self._places if place.engine.url in urls and place.phase is not Phase.LOST]
-        ills = await asyncio.gather(*(self._probe(place) for place in present))
-        for place, ill in zip(present, ills, strict=True):
+        present = [(place, engine) for engine in self._pushed for place in self._places if place.has(engine)]
+        ills = await asyncio.gather(*(self._probe(engine) for _, engine in present))
+        for (place, engine), ill in zip(present, ills, strict=True):
             if ill is not None:
-                self._blame(place, ill)
+                self._blame(place, engine, ill)
         await asyncio.sleep(0)  # their keepers take notice
-        well = {place.engine.url for place in present if not place.blamed.done() and place.phase is not Phase.LOST}
+        well = {engine.url for place, engine in present if place.has(engine) and not place.blamed.done()}
         return [url for url in urls if url not in well]
 
-    async def _probe(self, place: _Place) -> str | None:
+    async def _probe(self, engine: AnyEngine) -> str | None:
         try:
-            return await self._monitor.probe(place.engine)
+            return await self._monitor.probe(engine)
         except RayActorError as error:
             return f"died with its actor: {_first_line(error)}"
 
@@ -305,11 +315,11 @@ class Recovery:
     def _blame_from_thread(self, server: Server, error: EngineError) -> None:
         """A server failed a call; its place is found by its address."""
         for place in self._places:
-            if place.engine.url == server.url:
-                self._loop.call_soon_threadsafe(self._blame, place, f"failed a call: {error}")
+            if (engine := place.engine).url == server.url:
+                self._loop.call_soon_threadsafe(self._blame, place, engine, f"failed a call: {error}")
 
-    def _blame(self, place: _Place, what: str) -> None:
-        if not place.blamed.done():
+    def _blame(self, place: _Place, engine: AnyEngine, what: str) -> None:
+        if place.has(engine) and not place.blamed.done():
             place.blamed.set_result(what)
 
     # -- events ----------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ class EngineEndpoint:
     """One server: its URL and its slots, one per rank: all tensor-parallel ranks of the first pipeline stage first.
 
     `nodes` has the node of each slot, by any name; left out, all engines are on one machine. `tensor_parallel_size`
-    left out is the number of slots.
+    left out is the number of slots. `life` counts how often another server took this place, maybe at the same URL.
     """
 
     url: str
     slots: Sequence[int]
     nodes: Sequence[str] | None = None
     tensor_parallel_size: int | None = None
+    life: int = 0
 
     @property
     def node_of(self) -> dict[int, str]:

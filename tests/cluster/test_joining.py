@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from slimrl.cluster import joining as joining_module
 from slimrl.cluster.joining import Joining
-from slimrl.cluster.recovery import Standing
+from slimrl.cluster.recovery import News, Standing
 from slimrl.cluster.train_worker import RankFailedError
 from slimrl.cluster.watchdog import Awaited
 from slimrl.weights.roles import EngineEndpoint
@@ -29,6 +32,9 @@ class Calls:
         assert awaited.what
         self.made.append((method, *arguments))
         return [self.answers[method].pop(0) if method in self.answers else None]
+
+    def pushes(self):
+        return [call for call in self.made if call[0] in ("connect", "update")]
 
     def connect_engines(self, endpoints):
         self.made.append(("connect", [endpoint.url for endpoint in endpoints]))
@@ -93,3 +99,57 @@ def test_with_other_weights_or_asleep_training_is_woken_up_only_for_the_last_ser
         pass
     assert len(rescues) == rescued
     assert calls.made == [("standing",)]
+
+
+class CallsWithNews(Calls):
+    """Heeds news in every wait as the supervisor does: before the answer, and not while it is acting."""
+
+    def __init__(self, monkeypatch, arriving: dict[str, int], **answers: list) -> None:
+        """`arriving` has the method in whose first wait something happens, and the number of events."""
+        super().__init__(**answers)
+        self.attendant: Joining | None = None
+        self.arriving = arriving
+        monkeypatch.setattr(joining_module.ray, "get", lambda _: News(self.heard, [f"event {self.heard}"]))
+        self.heard = 0
+
+    def get(self, refs, awaited):
+        answer = super().get(refs, awaited)
+        if self.attendant is not None and (count := self.arriving.pop(refs[0][0], 0)):
+            self.heard += count
+            attendant, self.attendant = self.attendant, None
+            attendant.news()
+            attendant.act()
+            self.attendant = attendant
+        return answer
+
+
+@pytest.mark.parametrize("wait", ["standing", "begin_push", "end_push"])
+def test_what_happens_during_a_push_is_acted_upon_after_it_and_no_server_is_pushed_to_twice(monkeypatch, wait):
+    standings = [Standing([NEW], 1), Standing([OTHER], 2)]
+    calls = CallsWithNews(monkeypatch, {wait: 1}, standing=standings, begin_push=[[NEW], [OTHER]])
+    calls.attendant = made = joining(calls, [OLD])
+    with made.while_idle(4, pytest.fail):
+        pass
+    assert calls.pushes() == [("connect", [NEW.url]), ("update", 4), ("connect", [OTHER.url]), ("update", 4)]
+    assert [call for call in calls.made if call[0].endswith("_push")] == [
+        ("begin_push", True),
+        ("end_push", [NEW.url], "4"),
+        ("begin_push", True),
+        ("end_push", [OTHER.url], "4"),
+    ]
+
+
+def test_the_last_servers_are_rescued_once_though_another_is_lost_meanwhile(monkeypatch):
+    calls = CallsWithNews(monkeypatch, {"standing": 2}, standing=[Standing([NEW], 0), Standing([], 1)])
+    calls.attendant, rescues = joining(calls, [OLD]), []
+    with calls.attendant.while_idle(None, lambda: rescues.append(1)):
+        pass
+    assert len(rescues) == 1
+
+
+def test_another_server_at_an_address_that_was_connected_is_connected_anew():
+    calls = Calls(begin_push=[[OLD], [dataclasses.replace(OLD, life=1)]])
+    made = joining(calls, [OLD])
+    made.push(5, calls.update_weights)
+    made.push(6, calls.update_weights)
+    assert calls.pushes() == [("update", 5), ("connect", [OLD.url]), ("update", 6)]

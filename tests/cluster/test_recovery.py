@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.cluster import recovery as recovery_module
 from slimrl.cluster.engine_actor import ServerEnd
 from slimrl.cluster.health_monitor import HealthFlags, HealthMonitor
 from slimrl.cluster.recovery import MAX_LOSSES, Recovery
+from slimrl.sglang.loads import ServerLoad
 from slimrl.sglang.memory import EVERYTHING, EngineMemory
 from slimrl.weights.roles import EngineEndpoint
 from tests.megatron.launch import free_port
@@ -36,7 +38,7 @@ class FakeEngine:
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        return EngineEndpoint(self.url, slots=[self.index])
+        return EngineEndpoint(self.url, slots=[self.index], life=self.life)
 
     def die(self) -> None:
         self.end.set_result(
@@ -97,11 +99,13 @@ class FakeRouter:
 class FakeFleet:
     def __init__(self, count: int) -> None:
         self.engines = [FakeEngine(index) for index in range(count)]
+        self.same_urls = False  # as servers of the user's have, when they are started anew
         self.router = FakeRouter()
         self.router.known = [engine.url for engine in self.engines]
 
     def renew(self, index: int) -> FakeEngine:
-        self.engines[index] = FakeEngine(index, self.engines[index].life + 1)
+        old = self.engines[index]
+        self.engines[index] = FakeEngine(index, old.life + 1, old.url if self.same_urls else None)
         return self.engines[index]
 
 
@@ -151,6 +155,80 @@ def test_a_lost_server_is_ended_and_its_successor_is_asked_only_when_it_has_weig
                 "rollout/faults/requests_resent": 5.0,
             }
             assert set(recovery.take_metrics().values()) == {0.0}
+
+    asyncio.run(body())
+
+
+def test_a_server_that_came_back_at_its_address_during_a_push_does_not_serve_with_weights_it_was_not_given():
+    async def body():
+        async with recovering() as (recovery, fleet, client, _):
+            fleet.same_urls = True
+            back, other = fleet.engines
+            urls = [endpoint.url for endpoint in await recovery.begin_push(False)]
+            back.die()
+            await until(lambda: recovery._places[0].phase.value == "waiting")
+            await recovery.end_push(urls, "7")
+            assert fleet.router.known == client.server_urls == [other.url]
+            (waiting,) = (await recovery.standing()).waiting
+            assert (waiting.url, waiting.life) == (back.url, 1)
+
+    asyncio.run(body())
+
+
+def test_a_failed_push_counts_a_server_that_came_back_at_its_address_as_lost(monkeypatch):
+    monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
+
+    async def body():
+        with StandIn() as well:
+            async with recovering() as (recovery, fleet, _, _memory):
+                fleet.same_urls = True
+                fleet.engines[1].url = well.url
+                urls = [endpoint.url for endpoint in await recovery.begin_push(False)]
+                fleet.engines[0].die()
+                await until(lambda: recovery._places[0].phase.value == "waiting")
+                assert await recovery.push_failed(urls) == [urls[0]]
+
+    asyncio.run(body())
+
+
+def test_nobody_blames_the_successor_of_a_server_that_was_ill(monkeypatch):
+    monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
+
+    async def body():
+        async with recovering(1, HealthFlags(1000.0, 0.5, 0.0)) as (recovery, fleet, _, _memory):
+            first = fleet.engines[0]
+            first.url = f"http://127.0.0.1:{free_port()}"  # nobody answers there
+            await recovery.begin_push(False)
+            failed = asyncio.create_task(recovery.push_failed([first.url]))
+            await asyncio.sleep(0.1)  # the probe is under way
+            first.die()
+            await until(lambda: recovery._places[0].phase.value == "waiting")
+            assert await failed == [first.url]
+            recovery._blame(recovery._places[0], first, "failed a call")
+            await asyncio.sleep(0.1)
+            assert (fleet.engines[0].life, fleet.engines[0].done) == (1, ["started"])
+
+    asyncio.run(body())
+
+
+def test_a_rollout_forgives_no_loss_that_came_while_the_servers_were_asked(monkeypatch):
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, _memory):
+            asked, told = threading.Event(), threading.Event()
+
+            def load_of(url: str, timeout_s: float) -> ServerLoad:
+                asked.set()
+                told.wait(10)
+                return ServerLoad(url, 0, 0, 0.0, prefilled=True)
+
+            monkeypatch.setattr(recovery_module, "load_of", load_of)
+            ends = asyncio.create_task(recovery.generation_ends())
+            await until(asked.is_set)
+            fleet.engines[0].die()
+            await until(lambda: fleet.engines[0].life == 1)
+            told.set()
+            await ends
+            assert recovery._places[0].losses == 1
 
     asyncio.run(body())
 
