@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from slimrl.data.version_spans import Span
+from slimrl.rollout.errors import ServiceError
 
 
 @dataclasses.dataclass
@@ -25,7 +26,7 @@ class Generation:
     sent_ns: int = 0  # when the request that was answered was sent, by time.monotonic_ns; 0 where that is not known
 
 
-class EngineCallError(RuntimeError):
+class EngineCallError(ServiceError):
     """What an EngineClient raises when a request fails: also within a function of the user's that asks the engine."""
 
 

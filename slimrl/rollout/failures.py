@@ -1,7 +1,8 @@
 """Samples in which a function of the user's raised: they end the run, or are skipped up to a limit.
 
-Promises that only functions of the user's are forgiven, never an engine or slimrl itself, and that every failure that
-is skipped is counted and logged with its traceback. Used by `Flights`.
+Promises that only functions of the user's are forgiven, never an engine, a grader, a reward service or slimrl itself,
+also where such a function met its failure, and that every failure that is skipped is counted and logged.
+Used by `Flights`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from slimrl.arguments import Arguments
-from slimrl.rollout.engine import EngineCallError
+from slimrl.rollout.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,16 @@ class FailedSamples:
         return {"rollout/failed_samples": float(count)} if self._skips else {}
 
 
-def is_from_engine(error: BaseException) -> bool:
-    """Whether an engine's failure is the error, or what led to it."""
+def is_own_fault(error: BaseException) -> bool:
+    """Whether a `ServiceError` or a lack of memory is the error, led to it, or is in a group of errors that did."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, EngineCallError):
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        if isinstance(one, ServiceError | MemoryError):
             return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        seen.add(id(one))
+        pending += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
     return False

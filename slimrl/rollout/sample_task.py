@@ -17,7 +17,7 @@ from slimrl.data import version_spans
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks.resolving import own_lines
 from slimrl.rollout.engine import EngineClient, StoppableEngine
-from slimrl.rollout.failures import SampleError, is_from_engine
+from slimrl.rollout.failures import SampleError, is_own_fault
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.sample_trace import GENERATION, SampleTrace
 from slimrl.rollout.stop_strings import end_at_stop_string
@@ -190,7 +190,7 @@ class SampleMaker:
             raise SampleError(
                 f"{stage} of sample {sample.index} (group {sample.group_index}) failed:"
                 f" {type(error).__name__}: {error}; its prompt: {shown!r}{lines}",
-                by_hook=function is not None and not is_from_engine(error),
+                by_hook=function is not None and not is_own_fault(error),
             ) from error
 
     def _function(self, path: str) -> tuple[hooks.CustomGenerate, tuple[str, ...]]:

@@ -9,12 +9,15 @@ import pytest
 
 from slimrl.data.sample import SampleStatus
 from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.failures import SampleError, is_from_engine
+from slimrl.rollout.failures import SampleError, is_own_fault
 from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.rm_hub.grader_pool import GraderPool, GraderUnavailable
+from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteUnreachable
 from slimrl.sglang.errors import EngineUnavailableError
 
 FUNCTIONS = """
 from slimrl.data.sample import SampleStatus
+from slimrl.rollout.rm_hub import async_rm
 
 failed = []
 
@@ -37,6 +40,9 @@ async def generate(args, sample, sampling_params, engine=None):
     sample.loss_mask, sample.rollout_log_probs = [1] * len(answer.token_ids), answer.log_probs
     sample.status = SampleStatus.COMPLETED
     return sample
+
+async def asks_the_hub(args, sample):
+    return await async_rm(args, sample)
 
 def hook(args, sample):
     if sample.index == 3:
@@ -119,6 +125,25 @@ def test_an_engine_that_fails_is_never_skipped(roll, own, fake_engine, path):
         )
 
 
+@pytest.mark.parametrize("rm_type", ["f1", "remote_rm"])
+def test_graders_and_services_that_fail_in_the_users_reward_are_never_skipped(roll, own, monkeypatch, rm_type):
+    async def closed(pool, request):
+        raise GraderUnavailable("graders do not start")
+
+    async def gone(service, body):
+        raise RemoteUnreachable("the service is gone")
+
+    monkeypatch.setattr(GraderPool, "grade", closed)
+    monkeypatch.setattr(RemoteReward, "ask", gone)
+    with pytest.raises(SampleError, match="graders do not start|the service is gone"):
+        roll(
+            custom_rm_path=f"{own}.asks_the_hub",
+            rm_type=rm_type,
+            rm_url="http://127.0.0.1:9" if rm_type == "remote_rm" else None,
+            skip_failed_samples=True,
+        )
+
+
 def test_an_engines_failure_is_found_behind_others():
     try:
         try:
@@ -126,5 +151,24 @@ def test_an_engines_failure_is_found_behind_others():
         except EngineUnavailableError as error:
             raise ValueError("my function's own words") from error
     except ValueError as error:
-        assert is_from_engine(error)
-    assert not is_from_engine(ValueError("mine alone"))
+        assert is_own_fault(error)
+    assert not is_own_fault(ValueError("mine alone"))
+    assert is_own_fault(MemoryError())
+
+
+def test_an_engines_failure_is_found_in_a_group_of_tasks():
+    async def fails(error):
+        raise error
+
+    async def together(*errors):
+        async with asyncio.TaskGroup() as group, asyncio.TaskGroup() as within:
+            group.create_task(asyncio.sleep(0))
+            for error in errors:
+                within.create_task(fails(error))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(together(KeyError("mine"), EngineUnavailableError("gone")))
+    assert is_own_fault(caught.value)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(together(KeyError("mine"), ValueError("mine, too")))
+    assert not is_own_fault(caught.value)

@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from slimrl.rollout.errors import ServiceError
 from slimrl.rollout.rm_hub.grader_process import GraderProcess
 
 WORKER = Path(__file__).with_name("grader_worker.py")
@@ -32,7 +33,7 @@ class GraderFailure(Exception):
     """A grader gave no verdict: it ran out of time or memory, died, or failed on the answer."""
 
 
-class GraderUnavailable(RuntimeError):
+class GraderUnavailable(ServiceError):
     """Graders do not start at all, or the pool was closed: no answer can be judged."""
 
 

@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from slimrl.data.sample import Sample
+from slimrl.rollout.errors import ServiceError
 from slimrl.rollout.rm_hub.grader_pool import encoded
 
 ATTEMPTS = 5
@@ -23,7 +24,7 @@ MAX_REPLY_BYTES = 1 << 20
 _TOO_MANY_REQUESTS = 429
 
 
-class RemoteRewardError(RuntimeError):
+class RemoteRewardError(ServiceError):
     """The reward service gave no reward; the message names its address and the cause."""
 
 
