@@ -8,6 +8,7 @@ Called before the servers of a reward model start.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy
@@ -21,7 +22,7 @@ BIAS_FILE = "score-bias.safetensors"
 
 
 def servable_folder(model: Path, architecture: str, into: Path) -> Path:
-    """`model` itself where nothing is missing, else `into`, filled with links to its files and the zero bias.
+    """`model` itself where nothing is missing, else `into`, filled anew with links to its files and the zero bias.
 
     Raises ValueError where its weights are not in safetensors files, which the bias can be laid beside.
     """
@@ -32,11 +33,12 @@ def servable_folder(model: Path, architecture: str, into: Path) -> Path:
         return model
     if not names:
         raise ValueError(f"--rm-model {model} has no safetensors files: save it again with safetensors")
-    into.mkdir(parents=True, exist_ok=True)
+    if into.exists():  # of an earlier start under the same run name, perhaps with another model
+        shutil.rmtree(into)
+    into.mkdir(parents=True)
     for file in model.iterdir():
-        link = into / file.name
-        if file.name != INDEX and not link.exists():
-            link.symlink_to(file.resolve())
+        if file.name != INDEX:
+            (into / file.name).symlink_to(file.resolve())
     save_file({BIAS: numpy.zeros(1, numpy.float32)}, into / BIAS_FILE)
     index = model / INDEX
     if index.is_file():
