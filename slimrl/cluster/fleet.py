@@ -36,6 +36,7 @@ class Fleet:
     endpoints: list[EngineEndpoint]
     router: AnyRouter
     router_url: str
+    router_silence_s: float  # for so long a router of the user's may not answer
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
@@ -46,7 +47,7 @@ class Fleet:
         engines: list[AnyEngine] = [
             Engine(server_settings(args, index), parts, slots, place) for index, parts in enumerate(slots.engines)
         ] or [
-            ExternalEngine(address, index, args.hf_checkpoint)
+            ExternalEngine(address, index, args)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())
         ]
         router = _router(args, log_dir / "router.log")
@@ -54,7 +55,7 @@ class Fleet:
         await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S) for engine in engines))
         endpoints = [engine.endpoint for engine in engines]
         await asyncio.to_thread(_register, router, [endpoint.url for endpoint in endpoints])
-        return cls(engines, endpoints, router, router.url)
+        return cls(engines, endpoints, router, router.url, args.rollout_health_check_timeout)
 
     async def memory(self) -> dict[str, float]:
         """Resident memory of the router and of every server, GiB by name."""
@@ -84,7 +85,8 @@ class Fleet:
 
     async def _watch_router(self) -> str:
         if isinstance(self.router, RunningRouter):
-            return f"the SGLang router (--sglang-router-ip): {await silence_of(self.router.url)}"
+            silence = await silence_of(self.router.url, "/health", self.router_silence_s)
+            return f"the SGLang router (--sglang-router-ip): {silence}"
         while (code := self.router.poll()) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         return (

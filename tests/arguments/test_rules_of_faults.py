@@ -24,6 +24,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             "--rollout-num-gpus 6 --use-fault-tolerance --rollout-health-check-interval 60",
             "--rollout-num-gpus 6 --skip-failed-samples --max-failed-samples 0",
+            "--rollout-external-engine-addrs 10.0.0.1:30000 --rollout-health-check-timeout 60",
         ],
         [
             (

@@ -34,7 +34,7 @@ def test_a_fleet_that_is_closed_reports_no_death(tmp_path):
         router.start()
         try:
             router.wait_alive(ROUTER_READY_TIMEOUT_S)
-            fleet = Fleet([EngineKilledWhileClosing()], [], router, router.url)
+            fleet = Fleet([EngineKilledWhileClosing()], [], router, router.url, 30.0)
             watch = asyncio.ensure_future(fleet.watch())
             await asyncio.sleep(0)
             assert not watch.done()

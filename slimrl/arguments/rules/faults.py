@@ -8,14 +8,17 @@ from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
 
-_HEALTH = ("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait")
+_HEALTH = ("rollout_health_check_interval", "rollout_health_check_first_wait")
+_TIMEOUT = "rollout_health_check_timeout"  # also of servers and a router of the user's, which are always watched
 _EXTERNAL = "--rollout-external-engine-addrs"
 
 
 def limits_belong_to_what_they_limit(args: Arguments, context: Context) -> Iterator[Problem]:
     """Health probes without fault tolerance, and a limit of skipped samples where none is skipped, have no effect."""
+    watched = bool(args.rollout_external_engine_addrs) or args.sglang_router_ip is not None
     for names, switch, on in (
         (_HEALTH, "--use-fault-tolerance", args.use_fault_tolerance),
+        ((_TIMEOUT,), "--use-fault-tolerance", args.use_fault_tolerance or watched),
         (("max_failed_samples",), "--skip-failed-samples", args.skip_failed_samples),
     ):
         for name in names:
