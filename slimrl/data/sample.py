@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -59,7 +60,7 @@ class Sample:
     def reward_value(self, key: str | None = None) -> float:
         """The reward as a float; `key` picks an entry where the reward is a dict.
 
-        Raises ValueError where the sample has no reward or the key is missing.
+        Raises ValueError where the sample has no reward, the key is missing or the reward is NaN or infinite.
         """
         reward = self.reward
         if isinstance(reward, dict):
@@ -71,7 +72,10 @@ class Sample:
             reward = reward[key]
         if reward is None:
             raise ValueError(f"sample {self.index} has no reward: the reward function returned nothing for it")
-        return float(reward)
+        if not math.isfinite(value := float(reward)):
+            entry = "" if key is None or not isinstance(self.reward, dict) else f" (--reward-key {key})"
+            raise ValueError(f"sample {self.index}: the reward{entry} is {value}: judge it with a finite number")
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (status as a string), for dumps."""

@@ -102,6 +102,7 @@ def _zero_std_metrics(samples: list[Sample], rewards: list[float]) -> dict[str, 
     groups: dict[int | None, list[float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         groups.setdefault(sample.group_index, []).append(reward)
-    flat = Counter(round(group[0], 1) for group in groups.values() if min(group) == max(group))
+    # + 0.0: a small negative reward is no group of its own, "-0"
+    flat = Counter(round(group[0], 1) + 0.0 for group in groups.values() if min(group) == max(group))
     counts = {f"rollout/zero_std/count_{reward:g}": float(count) for reward, count in sorted(flat.items())}
     return {"rollout/zero_std/ratio": sum(flat.values()) / len(groups), **counts}

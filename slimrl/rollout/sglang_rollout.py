@@ -7,15 +7,18 @@ takes the keyword argument `generator` may hand it to `generate_rollout` here to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import RolloutFunction, accepted, resolve
+from slimrl.hooks import HookFailedError, RolloutFunction, accepted, resolve
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.output import RolloutOutput
+from slimrl.rollout.plain_numbers import plain_number
 
 
 class Generator(Protocol):
@@ -94,9 +97,12 @@ async def rollout_without_engines(
 
 
 def rollout_output(returned: Any, path: str) -> RolloutOutput:
-    """A training rollout from what a function returned: an object with groups (or `samples`) and metrics, or a list."""
+    """A training rollout from what a function returned: an object with groups (or `samples`) and metrics, or a list.
+
+    Raises TypeError where it is something else, HookFailedError where a metric is no number.
+    """
     if isinstance(returned, RolloutOutput):
-        return returned
+        return dataclasses.replace(returned, metrics=_plain_metrics(returned.metrics, path))
     groups = returned if isinstance(returned, list) else getattr(returned, "samples", None)
     metrics = getattr(returned, "metrics", None) or {}
     if not isinstance(groups, list) or not groups or not all(_is_group(group) for group in groups):
@@ -104,21 +110,54 @@ def rollout_output(returned: Any, path: str) -> RolloutOutput:
             f"--rollout-function-path {path} returned {type(returned).__name__}: return RolloutOutput(groups, metrics)"
             " or a list of groups, each a list of Sample"
         )
-    return RolloutOutput(groups, dict(metrics))
+    return RolloutOutput(groups, _plain_metrics(metrics, path))
 
 
 def eval_results(returned: Any, path: str) -> dict[str, EvalResult]:
-    """Evaluation results from what a function returned: by name an EvalResult, or a dict of rewards and samples."""
+    """Evaluation results from what a function returned: by name an EvalResult, or a dict of rewards and samples.
+
+    Raises TypeError where it is something else, HookFailedError where a reward is no finite number.
+    """
     data = returned if isinstance(returned, dict) else getattr(returned, "data", None)
     if not isinstance(data, dict):
         raise TypeError(
             f"the evaluation function {path} returned {type(returned).__name__} with evaluation=True: return"
             " {name: EvalResult} or {name: {'rewards': [...], 'samples': [...]}}"
         )
-    return {
+    results = {
         name: result if isinstance(result, EvalResult) else EvalResult(name, result["rewards"], result["samples"], 1)
         for name, result in data.items()
     }
+    return {
+        name: dataclasses.replace(result, rewards=_plain_rewards(name, result.rewards, path))
+        for name, result in results.items()
+    }
+
+
+def _plain_metrics(metrics: Mapping[str, Any], path: str) -> dict[str, float]:
+    plain = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = plain_number(value)
+        except TypeError as error:
+            raise HookFailedError(
+                f"--rollout-function-path {path} returned the metric {name!r} with {value!r}: give it a number"
+            ) from error
+    return plain
+
+
+def _plain_rewards(name: str, rewards: Sequence[Any], path: str) -> list[float]:
+    plain = []
+    for place, value in enumerate(rewards):
+        try:
+            plain.append(plain_number(value))
+        except TypeError:
+            plain.append(math.nan)
+        if not math.isfinite(plain[-1]):
+            raise HookFailedError(
+                f"the evaluation function {path} returned {value!r} as reward {place} of {name!r}: give finite numbers"
+            )
+    return plain
 
 
 def _is_group(group: Any) -> bool:

@@ -1,6 +1,8 @@
 """Metrics and training rewards of a rollout small enough to work out on paper."""
 
+import math
 import random
+import sys
 
 import pytest
 import torch
@@ -48,6 +50,32 @@ def test_metrics_do_not_depend_on_the_order_of_the_samples():
     shuffled = rng.sample(samples, len(samples))
     metrics = [rollout_metrics(part, torch.tensor([one.reward for one in part])) for part in (samples, shuffled)]
     assert metrics[0] == metrics[1]
+
+
+def test_small_negative_rewards_count_as_zero():
+    samples = [sample(0, -0.01), sample(1, 0.02), sample(2, -0.2)]
+    found = rollout_metrics(samples, [-0.01, 0.02, -0.2])
+    counts = {name: value for name, value in found.items() if "/count_" in name}
+    assert counts == {"rollout/zero_std/count_0": 2.0, "rollout/zero_std/count_-0.2": 1.0}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused_with_its_sample(make_args, tmp_path, monkeypatch, value):
+    samples = [sample(0, 1.0), sample(0, value)]
+    samples[1].index = 7
+    with pytest.raises(ValueError, match=f"sample 7: the reward is {value}: judge it with a finite number"):
+        rewards_of(make_args(), samples)
+    samples[1].reward = {"score": value}
+    with pytest.raises(ValueError, match=f"sample 7: the reward \\(--reward-key score\\) is {value}"):
+        samples[1].reward_value("score")
+    (tmp_path / "infinite_hooks.py").write_text(
+        f"def process(args, samples):\n    return [1.0, 0.0], [1.0, float('{value}')]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = f"infinite_hooks.process returned 0.0 and {value} as rewards of sample 7"
+    with pytest.raises(ValueError, match=expected):
+        rewards_of(make_args(custom_reward_post_process_path="infinite_hooks.process"), samples)
+    sys.modules.pop("infinite_hooks")
 
 
 def test_a_rollout_without_samples_or_with_missing_rewards_is_refused():

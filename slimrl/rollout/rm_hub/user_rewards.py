@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Sequence
 from typing import Any
+
+from slimrl.rollout.plain_numbers import plain_number
 
 
 async def within(time_limit_s: float, path: str, call: Awaitable[Any]) -> Any:
@@ -21,19 +24,18 @@ async def within(time_limit_s: float, path: str, call: Awaitable[Any]) -> Any:
 
 
 def as_reward(path: str, returned: Any) -> float | dict[str, Any]:
-    """One reward: a dict as it is, any other number as a float. Raises ValueError for anything else."""
+    """One reward: a dict as it is, any other finite number as a float. Raises ValueError for anything else."""
     if isinstance(returned, dict):
         return returned
-    if isinstance(returned, bool | int | float):
-        return float(returned)
     try:
-        if isinstance(returned, str | bytes | None):
-            raise TypeError("not a number")
-        return float(returned)  # numpy and torch scalars
-    except (TypeError, ValueError) as error:
+        reward = plain_number(returned)
+    except TypeError as error:
         raise ValueError(
             f"the reward function {path} returned {returned!r}: it must return a number or a dict"
         ) from error
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward function {path} returned {reward}: it must return a finite number")
+    return reward
 
 
 def as_rewards(path: str, returned: Any, count: int) -> list[float | dict[str, Any]]:
