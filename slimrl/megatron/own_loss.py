@@ -1,7 +1,7 @@
 """--loss-type custom_loss: a function of the user's, from one micro-batch's logits to a loss.
 
 Promises that the function sees whole responses in every layout, and that what it returns is counted as the built-in
-losses are. Made by the trainer for each rollout, called by `forward` for each micro-batch.
+losses are. Made by the trainer once, called by `forward` for each micro-batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from slimrl.megatron.forward import LogProbSettings, ResponseColumns
     from slimrl.megatron.rollout_data import RolloutData
 
-_FLAG = "--custom-loss-function-path"
-_RESERVED = ("grad_norm", "lr", "samples", "skipped", "tokens")
+FLAG = "--custom-loss-function-path"
 
 
 class LossBatch(dict[str, Any]):
@@ -59,14 +58,14 @@ class LossBatch(dict[str, Any]):
 
 
 class OwnLoss:
-    """The function, and the data of one rollout."""
+    """The function of one run, whose answers are checked."""
 
     def __init__(self, args: Arguments, settings: LogProbSettings) -> None:
         """Raises HookError where the path leads to nothing that keeps its contract."""
         self._args = args
         self._settings = settings
-        self._name = f"{_FLAG} {args.custom_loss_function_path}"
-        self._function = named(_FLAG, args.custom_loss_function_path, CustomLoss)
+        self._name = f"{FLAG} {args.custom_loss_function_path}"
+        self._function = named(FLAG, args.custom_loss_function_path, CustomLoss)
 
     def sums(
         self, logits: Tensor, micro_batch: MicroBatch, columns: ResponseColumns, data: RolloutData
@@ -112,8 +111,6 @@ class OwnLoss:
             )
         values = {}
         for name, value in metrics.items():
-            if name in _RESERVED:
-                raise HookFailedError(f"{self._name} returned a metric {name}, which slimrl logs: give another name")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise HookFailedError(
                     f"{self._name} returned a metric {name} of shape {list(value.shape)}: return numbers, summed by"

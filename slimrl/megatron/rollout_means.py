@@ -24,6 +24,7 @@ from slimrl.megatron.forward import ResponseColumns
 from slimrl.megatron.parallel import ParallelState
 
 CORRECT_REWARD = 1.0
+_OF_EVERY_SAMPLE = ("rollout/rewards", "rollout/truncated", "rollout/response_lengths", "rollout/total_lengths")
 # passes over the model -> what they cost in forward passes
 _PASSES = {"ref_log_probs": 1, "log_probs": 1, "actor_train": FORWARD_AND_BACKWARD}
 
@@ -67,10 +68,7 @@ def rollout_report(
         "samples": float(len(batch)),
         "tokens": float(batch.total_lengths.sum()),
         "flops": float(forward_flops(shape_of(args), batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
-        "rollout/rewards": float(batch.rewards.double().sum()),
-        "rollout/truncated": float(batch.truncated.sum()),
-        "rollout/response_lengths": float(batch.response_lengths.sum()),
-        "rollout/total_lengths": float(batch.total_lengths.sum()),
+        **dict(zip(_OF_EVERY_SAMPLE, _plain_sums(batch), strict=True)),
     }
     if args.compute_advantages_and_returns:
         sums |= _policy_sums(args, batch, columns, returns, entropy)
@@ -78,18 +76,23 @@ def rollout_report(
     dist.all_reduce(values, group=parallel.dp_group)
     total = dict(zip(sums, values.tolist(), strict=True))
     samples, tokens, flops = total.pop("samples"), total.pop("tokens"), total.pop("flops")
-    correct = total.pop("correct", 0.0)
+    trained, correct = total.pop("trained", 0.0), total.pop("correct", 0.0)
     of_correct = total.pop("rollout/correct_entropy", 0.0)
-    means = {name: value / max(samples, 1.0) for name, value in total.items()}
+    means = {name: value / max(samples if name in _OF_EVERY_SAMPLE else trained, 1.0) for name, value in total.items()}
     if correct:
         means["rollout/correct_entropy"] = of_correct / correct
     return means | _speeds(seconds, tokens, flops, parallel.world_size)
 
 
+def _plain_sums(batch: RolloutBatch) -> list[float]:
+    columns = (batch.rewards.double(), batch.truncated, batch.response_lengths, batch.total_lengths)
+    return [float(column.sum()) for column in columns]
+
+
 def _policy_sums(
     args: Arguments, batch: RolloutBatch, columns: ResponseColumns, returns: Tensor | None, entropy: Tensor | None
 ) -> dict[str, float]:
-    """Sums over samples of the means over their trained tokens."""
+    """Sums over samples, those without trained tokens left out, of the means over their trained tokens."""
     mask, lengths = columns.loss_mask, batch.response_lengths.to(columns.loss_mask.device)
     weights = sample_mean_weights(mask, lengths).double()
     sample_of_token = torch.repeat_interleave(torch.arange(len(batch), device=mask.device), lengths)
@@ -100,7 +103,9 @@ def _policy_sums(
         return weighted.new_zeros(len(batch)).index_add_(0, sample_of_token, weighted)
 
     train, rollout = columns.train_log_probs, columns.rollout_log_probs
+    trained = (per_sample(torch.ones_like(mask)) > 0).double()
     of_samples = {
+        "trained": trained,
         "rollout/log_probs": per_sample(train),
         "rollout/rollout_log_probs": per_sample(rollout),
         "rollout/advantages": per_sample(columns.advantages),
@@ -113,11 +118,12 @@ def _policy_sums(
     if entropy is not None:
         of_samples["rollout/entropy"] = per_sample(entropy)
         if args.log_correct_samples:
-            correct = (batch.raw_rewards >= CORRECT_REWARD).to(mask.device).double()
+            correct = (batch.raw_rewards >= CORRECT_REWARD).to(mask.device).double() * trained
             of_samples |= {"correct": correct, "rollout/correct_entropy": of_samples["rollout/entropy"] * correct}
     if args.get_mismatch_metrics:
         of_samples |= _mismatch(per_sample(train), per_sample(rollout), per_sample(_k3(train, rollout)))
-    return dict(zip(of_samples, torch.stack([values.sum() for values in of_samples.values()]).tolist(), strict=True))
+    sums = torch.stack([(values * trained).sum() for values in of_samples.values()])
+    return dict(zip(of_samples, sums.tolist(), strict=True))
 
 
 def _k3(train: Tensor, rollout: Tensor) -> Tensor:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from slimrl.hooks import HookFailedError
 from slimrl.megatron.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSettings, PolicyLossSums
+from slimrl.megatron.own_loss import FLAG as CUSTOM_LOSS
 from slimrl.megatron.own_loss import added_metrics
 from slimrl.megatron.parallel import ParallelState
+
+# what the trainer and the driver add to a step's metrics afterwards
+_LATER = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
+_LATER_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
 
 
 def reduce_step(
@@ -19,7 +25,8 @@ def reduce_step(
     """The step's metrics by name, equal on every rank; collective over all ranks.
 
     `sums` are this rank's micro-batches, made with `settings`, of interest only on the last pipeline stage. They are
-    added in float64, so that the numbers printed do not depend on the cut of the batch.
+    added in float64, so that the numbers printed do not depend on the cut of the batch. Raises HookFailedError, on
+    every rank, where a metric of a function of the user's has a name that is taken.
     """
     weighted_names = settings.weighted_names
     count_of_totals = 1 + len(weighted_names) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
@@ -43,8 +50,21 @@ def reduce_step(
     if settings.own:
         metrics.pop("ratio_max_abs_diff", None)  # its ratio, if it has one, is its own
     if settings.own or settings.own_parts.correction is not None:
-        metrics |= {name: value / max(count, 1.0) for name, value in _own_metrics(sums, parallel).items()}
+        own = _own_metrics(sums, parallel)
+        _check_names(own, metrics, settings)
+        metrics |= {name: value / max(count, 1.0) for name, value in own.items()}
     return metrics | {"tokens": tokens}
+
+
+def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossSettings) -> None:
+    """A user's metric must not take the place of one of slimrl's, which the run is judged and guarded by."""
+    where = CUSTOM_LOSS if settings.own else settings.own_parts.correction_name
+    taken = {*metrics, *_LATER}
+    for name in own:
+        if "/" in name:
+            raise HookFailedError(f"{where} returned a metric {name}, which names another section: leave the / out")
+        if name in taken or name.startswith(_LATER_FAMILIES):
+            raise HookFailedError(f"{where} returned a metric {name}, which slimrl logs: give another name")
 
 
 def _own_metrics(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:

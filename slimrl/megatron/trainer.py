@@ -207,11 +207,10 @@ class MegatronTrainer:
         part = self._profiler.part(ACTOR, rollout_id)
         with part, self._times.phase("actor_train"), overlap.weights_gathered_late(self._wrapped):
             for number, micro_batches in enumerate(steps):
-                samples, tokens = batch.samples_per_step[number], batch.tokens_per_step[number]
-                divisor = tokens if self._loss_settings.per_token else samples
+                samples = batch.samples_per_step[number]
                 with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
                     self._begin_step(rollout_id, number)
-                    sums = self._accumulate(micro_batches, columns, data, divisor, advance)
+                    sums = self._accumulate(micro_batches, columns, data, samples, advance)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 with self._timeline.span("optimizer step", optimizer_step=number):
                     step = self._step(sums, where, lambda: columns.broken_samples(batch))
@@ -293,10 +292,10 @@ class MegatronTrainer:
         micro_batches: list[MicroBatch],
         columns: ResponseColumns,
         data: RolloutData | None,
-        divisor: int,
+        samples: int,
         advance: Callable[[], None],
     ) -> list[PolicyLossSums]:
-        """The gradient of one optimizer step; `divisor` is what its loss is divided by, over all ranks."""
+        """The gradient of one optimizer step of so many samples, over all ranks."""
         own_loss = None
         if self._own_loss is not None:
             own_loss = functools.partial(self._own_loss.sums, columns=columns, data=data)
@@ -307,7 +306,7 @@ class MegatronTrainer:
             self._log_prob_settings,
             self._loss_settings,
             advance,
-            by_tokens=self._layer_tokens(micro_batches) / max(divisor, 1) if self._layers_add_losses() else None,
+            by_tokens=self._weight_of_loss(micro_batches, columns, samples) if self._layers_add_losses() else None,
             own_loss=own_loss,
         )
 
@@ -326,12 +325,17 @@ class MegatronTrainer:
         args = self.args
         return args.num_experts is not None and (any(args.moe_aux_loss_coeff) or bool(args.moe_z_loss_coeff))
 
-    def _layer_tokens(self, micro_batches: list[MicroBatch]) -> int:
-        """Tokens that a layer sees in a step, over all data-parallel ranks; collective over these."""
-        own = sum(layer_tokens(self.stages[0].config, micro_batch) for micro_batch in micro_batches)
-        total = torch.tensor(own, device=self.parallel.device)
-        dist.all_reduce(total, group=self.parallel.dp_group)
-        return int(total)
+    def _weight_of_loss(self, micro_batches: list[MicroBatch], columns: ResponseColumns, samples: int) -> float:
+        """Tokens that a layer sees in a step by what the loss is divided by; collective over data-parallel ranks.
+
+        Trained tokens are counted here: a function of the user's may have changed the masks.
+        """
+        seen = sum(layer_tokens(self.stages[0].config, micro_batch) for micro_batch in micro_batches)
+        trained = sum(int(columns.loss_mask[part.response_index].count_nonzero()) for part in micro_batches)
+        totals = torch.tensor([seen, trained], device=self.parallel.device)
+        dist.all_reduce(totals, group=self.parallel.dp_group)
+        seen, trained = totals.tolist()
+        return seen / max(trained if self._loss_settings.per_token else samples, 1)
 
     def save(self, rollout_id: int, data_state: dict[str, Any], save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.

@@ -88,6 +88,45 @@ def loss_without_metrics(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
     return logits.sum()
 
 
+def loss_without_gradient(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, Any]:
+    return logits.detach().sum(), {}
+
+
+def metric_per_token(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, Any]:
+    return logits.sum(), {"entropy": batch.rows(logits)[:, 0]}
+
+
+def without_first_tokens(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    loss_masks: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """A correction that trains on no sample's first two tokens."""
+    masks = [torch.cat([torch.zeros_like(mask[:2]), mask[2:]]) for mask in loss_masks]
+    totals = torch.tensor(total_lengths).repeat_interleave(torch.tensor(response_lengths))
+    return pg_loss, masks, {"total_length": totals.to(pg_loss)}
+
+
+def hides_the_loss(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+    return pg_loss, loss_masks, {"pg_loss": torch.zeros_like(pg_loss)}
+
+
+def mean_per_sample(
+    total_lengths: list[int], response_lengths: list[int], loss_masks: list[Tensor], calculate_per_token_loss: bool
+) -> Any:
+    """The built-in mean, written once more."""
+
+    def reduce(values: Tensor) -> Tensor:
+        parts = zip(values.split(response_lengths), loss_masks, strict=True)
+        return sum((part * mask).sum() / mask.sum().clamp(min=1) for part, mask in parts)
+
+    return reduce
+
+
 def fails(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> Any:
     raise KeyError("no such key")
 

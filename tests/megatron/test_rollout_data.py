@@ -1,8 +1,7 @@
-"""What users' functions see of a rollout is theirs to change: the batch is not touched, and what must stay is checked."""
+"""What functions change of a rollout is theirs to change: the batch is not touched, and what must stay is checked."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -1,0 +1,56 @@
+"""Answers of a loss of the user's that are refused, and names of metrics that are slimrl's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimrl.hooks import HookFailedError
+from slimrl.megatron.loss import PolicyLossSettings
+from slimrl.megatron.micro_batch import pack_micro_batch
+from slimrl.megatron.own_loss import OwnLoss
+from slimrl.megatron.own_parts import OwnParts
+from slimrl.megatron.rollout_data import judged
+from slimrl.megatron.step_metrics import _check_names
+from slimrl.megatron.training_hooks import TrainingHooks
+from tests.megatron import tiny
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("loss_without_metrics", "returned a value of type Tensor: return \\(loss, dict of metrics\\)"),
+        ("loss_without_gradient", "returned a loss that is no scalar tensor with a gradient"),
+        ("metric_per_token", "returned a metric entropy of shape \\[5\\]: return numbers"),
+    ],
+)
+def test_an_answer_that_is_no_loss_is_refused(function: str, sentence: str):
+    args = tiny.tiny_args(loss_type="custom_loss", custom_loss_function_path=f"tests.megatron.own.{function}")
+    rollout, device = tiny.recorded_rollout(seed=5), torch.device("cpu")
+    columns, data = judged(args, TrainingHooks(args, [], None, None), 0, rollout, None, None, None, device)
+    micro_batch = pack_micro_batch(rollout, [1], length_multiple=1, device=device)
+    logits = torch.zeros(*micro_batch.tokens.shape, 128, requires_grad=True)
+    with pytest.raises(HookFailedError, match=f"--custom-loss-function-path tests.megatron.own.{function} {sentence}"):
+        OwnLoss(args, None).sums(logits, micro_batch, columns, data)
+
+
+LOGGED = ("loss", "train_rollout_logprob_abs_diff_mean", "train_rollout_logprob_abs_diff_max")
+
+
+@pytest.mark.parametrize(
+    "name", [*LOGGED, "tokens", "grad_norm", "lr", "lr-pg_0", "global_batch_size", "memory_gradients"]
+)
+def test_a_metric_that_slimrl_logs_itself_is_refused(name: str):
+    settings = PolicyLossSettings.from_args(tiny.tiny_args(loss_type="custom_loss"))
+    _check_names(["entropy", "pg_loss", "ratio_max_abs_diff"], LOGGED, settings)  # not logged beside a custom loss
+    with pytest.raises(
+        HookFailedError, match=f"--custom-loss-function-path returned a metric {name}, which slimrl logs"
+    ):
+        _check_names(["entropy", name], LOGGED, settings)
+
+
+def test_a_metric_that_would_stand_in_another_section_is_refused():
+    parts = OwnParts(correction=print, correction_name="--custom-tis-function-path mine.tis")
+    settings = PolicyLossSettings(0.2, 0.2, None, 0.0, 0.0, "k3", False, own_parts=parts)
+    with pytest.raises(HookFailedError, match="tis-function-path mine.tis returned a metric rollout/kept, which names"):
+        _check_names(["rollout/kept"], LOGGED, settings)
