@@ -75,7 +75,7 @@ class PrometheusEndpoint:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._run = run
-        self._values: dict[str, float] = {}
+        self._values: dict[str, dict[str, float]] = {}  # by axis; a dict that is there is never changed
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -91,16 +91,18 @@ class PrometheusEndpoint:
             self.add(axis, number, {})
 
     def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
-        """Replaces the values of these gauges."""
-        self._values.update(values)
-        self._values[axis] = number
+        """Replaces the values of this axis: what is not reported at its new place is not shown as if it was."""
+        own = self._values.get(axis, {})
+        kept = own if own.get(axis) == number else {}
+        self._values[axis] = {**kept, **values, axis: number}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """For prometheus_client, from the server's thread: every gauge; names that become one share a family."""
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, GaugeMetricFamily] = {}
-        for name, value in dict(self._values).items():
+        values = {name: value for own in list(self._values.values()) for name, value in own.items()}
+        for name, value in values.items():
             own = gauge_name(name)
             if own not in families:
                 metric = metric_of(name, METRICS)

@@ -57,6 +57,25 @@ def test_a_scrape_shows_the_numbers_of_the_summary_and_the_port_is_free_afterwar
     socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_what_a_rollout_does_not_report_is_not_shown_as_its_own(tmp_path):
+    port = free_port()
+    args = Arguments(run_dir=str(tmp_path / "named"), prometheus_port=port, num_steps_per_rollout=2)
+    first = {"rollout/raw_reward": 0.5, "rollout/zero_std/count_1": 3.0, "perf/save_time": 2.0}
+    with RunLog.open(args, {}) as log:
+        log.evaluation("before", 0, {"addition": Result(0.4)})
+        log.step(record(0, rollout=first, train=[{"loss": 1.0}, {"loss": 2.0, "only_here": 3.0}]))
+        log.phase(0, "evaluate", 7.0)
+        shown = scrape(port)
+        log.step(record(1, rollout={"rollout/raw_reward": 0.75}, train=[{"loss": 4.0}]))
+        found = scrape(port)
+    assert (shown["rollout/zero_std/count_1"], shown["perf/save_time"], shown["perf/evaluate_time"]) == (3.0, 2.0, 7.0)
+    assert shown["train/only_here"] == 3.0
+    assert (found["rollout/step"], found["rollout/raw_reward"], found["train/loss"]) == (1, 0.75, 4.0)
+    gone = {"rollout/zero_std/count_1", "perf/save_time", "perf/evaluate_time", "train/only_here"}
+    assert not gone & found.keys()
+    assert found["eval/addition"] == 0.4  # the last evaluation is still the last one
+
+
 def test_it_listens_on_this_machine_alone_unless_an_address_is_given(tmp_path):
     port = free_port()
     args = Arguments(run_dir=str(tmp_path / "named"), prometheus_port=port)
