@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -14,8 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.model import policy_model
-from slimrl.megatron.spec import block_spec
+from slimrl.megatron.model import own_layers, policy_model
 
 LIMIT = 1e4
 
@@ -32,11 +32,14 @@ def frozen_embedding(
     return model
 
 
-class WatchedLayer(TransformerLayer):
-    """A layer that stops where what it adds up grows without bound, and says which layer that is."""
+class Watched(TransformerLayer):
+    """Stops where what a layer adds up grows without bound, and says which layer that is.
+
+    The layer's own class comes after this one among the bases.
+    """
 
     def forward(self, *inputs: Any, **settings: Any) -> Any:
-        """As megatron-core's. Raises FloatingPointError for hidden states above `LIMIT`."""
+        """As the layer's. Raises FloatingPointError for hidden states above `LIMIT`."""
         hidden, *rest = super().forward(*inputs, **settings)
         largest = float(hidden.detach().abs().max())
         if not largest <= LIMIT:
@@ -46,7 +49,11 @@ class WatchedLayer(TransformerLayer):
 
 def watched_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """slimrl's own layers, each of them watched."""
-    block = block_spec(config, vp_stage)
-    for layer in block.layer_specs:
-        layer.module = WatchedLayer
-    return block
+    block = own_layers(args, config, vp_stage)
+    layers = [dataclasses.replace(layer, module=_watched(layer.module)) for layer in block.layer_specs]
+    return dataclasses.replace(block, layer_specs=layers)
+
+
+def _watched(layer: type[TransformerLayer]) -> type[TransformerLayer]:
+    """A subclass of `layer`: some families' layers, such as GLM-4's, have more in them than megatron-core's."""
+    return Watched if layer is TransformerLayer else type(f"Watched{layer.__name__}", (Watched, layer), {})

@@ -162,7 +162,7 @@ class ModelProvider(Hook, Protocol):
 class LayerSpec(Hook, Protocol):
     """`--spec`: which modules the transformer's layers are made of; the flag has module and function as two words.
 
-    Weights must have the names of the family's table. `slimrl.megatron.spec.block_spec` gives slimrl's own.
+    Weights must have the names of the family's table. `slimrl.megatron.model.own_layers` gives slimrl's own.
     """
 
     def __call__(self, args: Arguments, config: Any, vp_stage: int | None) -> Any:

@@ -64,10 +64,10 @@ def policy_model(
     vp_stage: int | None = None,
     layers: TransformerBlockSubmodules | None = None,
 ) -> PolicyModel:
-    """slimrl's own model of a stage, in host memory; `layers` are those of `spec.block_spec` where None is given."""
+    """slimrl's own model of a stage, in host memory; `layers` are `own_layers` where None is given."""
     return PolicyModel(
         config=config,
-        transformer_layer_spec=layers if layers is not None else _own_layers(args, config, vp_stage),
+        transformer_layer_spec=layers if layers is not None else own_layers(args, config, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -83,7 +83,8 @@ def policy_model(
     )
 
 
-def _own_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def own_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """slimrl's own layers of a stage, with all that the flags ask for."""
     post_norms = PostNorms(self_attention=args.post_self_attn_layernorm, mlp=args.post_mlp_layernorm)
     return block_spec(config, vp_stage, post_norms)
 

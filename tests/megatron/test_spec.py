@@ -38,8 +38,20 @@ def refusal(rank: int, world_size: int, init_method: str, args: Arguments, chang
 
 @pytest.fixture(scope="module")
 def keys(one_rank: Any) -> dict[str, set[str]]:
-    models = {name: flags(TOYS[name], LAYOUTS[0]) for name in ("glm4", "glm4-moe", "deepseek-v3")}
+    return one_rank.run(stored_keys, _models())[0]
+
+
+@pytest.fixture(scope="module")
+def watched_keys(one_rank: Any) -> dict[str, set[str]]:
+    """With the layers of a function instead of slimrl's own."""
+    models = _models()
+    for args in models.values():
+        args.spec = ["examples.model", "watched_layers"]
     return one_rank.run(stored_keys, models)[0]
+
+
+def _models() -> dict[str, Arguments]:
+    return {name: flags(TOYS[name], LAYOUTS[0]) for name in ("glm4", "glm4-moe", "deepseek-v3")}
 
 
 def test_norms_are_stored_under_the_names_that_fused_layers_read(keys):
@@ -67,6 +79,10 @@ def test_layers_stand_in_the_order_that_the_flags_give(keys):
         "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
         "decoder.layers.2.mlp.shared_experts.linear_fc2.weight",
     }
+
+
+def test_a_function_of_the_users_starts_from_layers_with_the_same_norms(keys, watched_keys):
+    assert watched_keys == keys
 
 
 def test_norms_after_a_block_are_stored_under_their_own_names(keys):
