@@ -104,10 +104,7 @@ class _FromAllRanks(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class ResponseColumns:
-    """What the loss needs beside the model's output, for all samples of this rank.
-
-    Float32 [response tokens of the rank], but `advantages`, which is that or one value per sample.
-    """
+    """What the loss needs beside the model's output, for all samples of this rank: float32 [its response tokens]."""
 
     old_log_probs: Tensor
     train_log_probs: Tensor

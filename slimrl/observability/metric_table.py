@@ -47,7 +47,7 @@ TRAIN = (
     Metric("train/mismatch_k3_kl", "the same KL by the estimator that is never negative (k3)", "nats", when=_MISMATCH),
     Metric(
         "train/mismatch_{training,rollout}_ppl",
-        "exp of minus the mean log-probability of a sample's tokens, mean over samples",
+        "exp of minus the mean log-probability of a sample's trained tokens, mean over samples that have any",
         when=_MISMATCH,
     ),
     Metric(
@@ -174,12 +174,20 @@ ROLLOUT = (
     Metric("rollout/truncated", f"{_OF_RANKS}mean: 1 where cut off", "share"),
     Metric("rollout/response_lengths", f"{_OF_RANKS}mean", "tokens"),
     Metric("rollout/total_lengths", f"{_OF_RANKS}mean: prompt and response", "tokens"),
-    Metric("rollout/log_probs", f"{_OF_RANKS}mean over samples of the mean over trained tokens: training's", "nats"),
+    Metric(
+        "rollout/log_probs",
+        f"{_OF_RANKS}mean over trained tokens, then over the samples that have any: training's",
+        "nats",
+    ),
     Metric("rollout/rollout_log_probs", "the same of the engines'", "nats"),
     Metric("rollout/ref_log_probs", "the same of the reference model's", "nats", when="with a reference model"),
     Metric("rollout/kl", "the same of the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
     Metric("rollout/advantages", "the same of the advantages, after whitening"),
-    Metric("rollout/returns", "the same of the returns: the advantages before whitening"),
+    Metric(
+        "rollout/returns",
+        "the same of the returns: the advantages before whitening",
+        when="without --custom-advantage-function-path",
+    ),
     Metric("rollout/entropy", "the same of the entropy of the next-token distributions", "nats", when=_ENTROPY),
 )
 

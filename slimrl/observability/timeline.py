@@ -32,7 +32,7 @@ from slimrl.observability.timeline_recorder import FOLDER, MAIN
 REQUESTS = "requests"
 WAITED_MS = "waited_ms"
 _ORDER = ("driver", "rollout manager", "train rank", "server")
-_MERGE_AT_END_BYTES = 32 * 2**20  # seconds
+_MERGE_AT_END_BYTES = 32 * 2**20  # which takes seconds
 
 
 @dataclasses.dataclass(frozen=True)
