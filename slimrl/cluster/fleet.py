@@ -15,6 +15,7 @@ from slimrl.cluster.engine_actor import ServerSettings
 from slimrl.cluster.external_engine import ExternalEngine, silence_of
 from slimrl.cluster.slots import Slots
 from slimrl.processes.memory import resident_gib
+from slimrl.sglang.errors import EngineError
 from slimrl.sglang.router import RouterProcess
 from slimrl.sglang.router_control import RunningRouter
 from slimrl.sglang.routing import routing_options
@@ -128,9 +129,13 @@ def _open(router: AnyRouter) -> None:
 
 
 def _register(router: AnyRouter, urls: list[str]) -> None:
-    for url in urls:
-        router.add_worker(url)
-    router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
+    try:
+        for url in urls:
+            router.add_worker(url)
+        router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
+    except EngineError:
+        router.stop()  # one of the user's goes on, without servers of ours
+        raise
 
 
 def server_settings(args: Arguments, index: int) -> ServerSettings:

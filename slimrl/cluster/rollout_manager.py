@@ -124,11 +124,11 @@ class RolloutManager:
             await self._open_data()
             return []
         self._doing = "starting the servers (sglang*.log and router.log beside this log)"
-        fleet = Fleet.start(self._args, slots, environment)
+        fleet = self._start_fleet(slots, environment)
         judges = RewardServers.start(self._args, slots, environment)
         with self._timeline.span("start of the servers"):
             # together: each takes seconds
-            self._fleet, self._reward_servers, _ = await asyncio.gather(fleet, judges, self._open_data())
+            _, self._reward_servers, _ = await asyncio.gather(fleet, judges, self._open_data())
         self._args = self._reward_servers.reachable(self._args)
         self._client = RouterClient(
             self._fleet.router_url,
@@ -150,6 +150,9 @@ class RolloutManager:
             self._generator.generate_on(self._data_source, requests)
         self._doing = ""
         return self._fleet.endpoints
+
+    async def _start_fleet(self, slots: Slots, environment: dict[str, str]) -> None:
+        self._fleet = await Fleet.start(self._args, slots, environment)
 
     async def _open_data(self) -> None:
         """Loads the tokenizer and opens the data source, once."""
@@ -207,6 +210,11 @@ class RolloutManager:
         """Resident memory of this process, the router and every server, GiB by name."""
         own = {"rollout_manager_rss_gib": resident_gib(with_children=False)}
         return own | (await self._fleet.memory() if self._fleet else {}) | await self._reward_servers.memory()
+
+    @ray.method(concurrency_group="watchdog")
+    async def registered(self) -> list[str]:
+        """The servers that this run put behind a router of the user's (`--sglang-router-ip`)."""
+        return sorted(self._fleet.router.added) if self._fleet is not None else []
 
     @ray.method(concurrency_group="watchdog")
     async def where(self) -> GenerationWhere:

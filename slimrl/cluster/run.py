@@ -14,6 +14,7 @@ import ray
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.plan.checkpoints import start_of
+from slimrl.cluster.early_end import ManagerEnd
 from slimrl.cluster.joining import Joining
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
 from slimrl.cluster.session import ray_session, worker_environment
@@ -296,7 +297,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         stack.callback(slots.release)
         supervisor = Supervisor(Patience.from_args(args))
         manager = _start_manager(args, plan, environment)
-        stack.callback(ray.kill, manager)
+        manager_end = stack.enter_context(ManagerEnd.of_actor(args, manager))
         args = _with_length(args, manager, supervisor)
 
         logger.info("starting %d train workers and %d rollout slots", len(plan.train), len(plan.rollout))
@@ -312,6 +313,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         if trainers is not None:
             start, data_state = trainers.initialize()
         endpoints = supervisor.get([starting], _of_manager(manager, "the start of the engines"))[0]
+        manager_end.knows(trainers, [endpoint.url for endpoint in endpoints])
         if endpoints:
             supervisor.watch(manager.watch.remote(), lambda error: f"the rollout manager died: {error}")
             if trainers is not None:

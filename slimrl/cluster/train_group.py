@@ -28,6 +28,7 @@ class TrainGroup:
         self._supervisor = supervisor
         self._check_equal = args.check_weight_update_equal  # until the first push
         self._has_slept = False
+        self.pushing: int | None = None  # the version of a push that has begun and is not complete
         self.last_push: dict[str, float] = {}  # its metrics by their full names
         ranks = slots.plan.train
         log_dir = Path(args.run_dir).absolute() / "logs"
@@ -93,7 +94,9 @@ class TrainGroup:
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the weights under `version`; every engine reports it before this returns."""
         check_equal, self._check_equal = self._check_equal, False
+        self.pushing = version
         report = self._call("update_weights", str(version), check_equal, what=f"the push of weights {version}")[0]
+        self.pushing = None
         if check_equal:
             taken = report["check_seconds"]
             logger.info("the weights of every engine equal the trained ones, bit for bit (compared in %.1f s)", taken)

@@ -6,14 +6,17 @@ methods here return when the thing is done. Called by the fleet, through `router
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from slimrl.processes import POLL_INTERVAL_S
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
+
+logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 REMOVE_TIMEOUT_S = 30.0
@@ -71,18 +74,35 @@ class RouterControl:
 
 
 class RunningRouter(RouterControl):
-    """A router of the user's (`--sglang-router-ip`): it is never started or ended here."""
+    """A router of the user's (`--sglang-router-ip`): it is never started or ended here.
+
+    Servers that were not added here are somebody else's, and stay. `added` are those that were, by another object.
+    """
 
     pid = None
     log_path: Path | None = None
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, added: Iterable[str] = ()) -> None:
         self.host, self._port = host, port
+        self.added = set(added)
 
     @property
     def port(self) -> int:
         """The HTTP port."""
         return self._port
+
+    def add_worker(self, url: str) -> None:
+        """As in general; it may be removed from now on."""
+        try:
+            super().add_worker(url)
+        finally:
+            self.added.add(url)  # also where only the answer was lost
+
+    def remove_worker(self, url: str) -> None:
+        """As in general; nothing where somebody else added it."""
+        if url in self.added:
+            super().remove_worker(url)
+            self.added.discard(url)
 
     def check(self) -> None:
         """Raises EngineError where nobody answers, or where it sends requests to servers that are not of this run."""
@@ -117,12 +137,12 @@ class RunningRouter(RouterControl):
         return f"(the log of {self.url} is with whoever runs it)"
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Takes the servers of this run out; the router goes on. One that is gone is passed over."""
+        """Takes the servers of this run out; the router goes on. A router that is gone is passed over."""
         try:
-            for worker in self.workers():
-                self.remove_worker(worker["url"])
-        except EngineUnavailableError:
-            return
+            for url in sorted(self.added):
+                self.remove_worker(url)
+        except EngineUnavailableError as error:
+            logger.warning("still behind the router %s: %s: %s", self.url, ", ".join(sorted(self.added)), error)
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,0 +1,74 @@
+"""What a run that fails or is interrupted leaves behind in things that are the user's: a router, running servers.
+
+Promises that the servers of the run are out of a router of the user's afterwards, so that the next run can use it, and
+that servers which may hold half of a push are named. A run that ends in order does this itself. Used by `open_run`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import ray
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.train_group import TrainGroup
+from slimrl.cluster.watchdog import answers
+from slimrl.sglang.errors import EngineError
+from slimrl.sglang.router_control import RunningRouter
+
+logger = logging.getLogger("slimrl")
+
+
+class ManagerEnd:
+    """Ends the rollout manager with the run: `kill()`, before which `registered()` tells its servers.
+
+    `registered` returns None where the manager does not answer any more.
+    """
+
+    def __init__(self, args: Arguments, registered: Callable[[], list[str] | None], kill: Callable[[], None]) -> None:
+        self._args, self._registered, self._kill = args, registered, kill
+        self._started: Sequence[str] = ()
+        self._trainers: TrainGroup | None = None
+
+    @classmethod
+    def of_actor(cls, args: Arguments, manager: ray.actor.ActorHandle) -> ManagerEnd:
+        """For the rollout manager itself."""
+        return cls(args, lambda: answers([manager.registered.remote()])[0], lambda: ray.kill(manager))
+
+    def knows(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
+        """Who pushes weights, and the servers that have started."""
+        self._trainers, self._started = trainers, urls
+
+    def __enter__(self) -> ManagerEnd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._kill()
+            return
+        self._name_the_paused()
+        if self._args.sglang_router_ip is None:
+            self._kill()
+            return
+        registered = self._registered()
+        self._kill()  # first: it keeps the router's list right
+        urls = self._started if registered is None else registered
+        try:
+            RunningRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls).stop()
+        except EngineError as failure:  # the run ends with what ended it
+            logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
+
+    def _name_the_paused(self) -> None:
+        addresses = self._args.rollout_external_engine_addrs
+        if addresses and self._trainers is not None and self._trainers.pushing is not None:
+            logger.error(
+                "the run ended while it pushed weights %s: the servers %s of --rollout-external-engine-addrs may be"
+                " paused and hold only some of them; the next run pushes all of them again, for any other use start"
+                " the servers anew",
+                self._trainers.pushing,
+                ", ".join(addresses),
+            )

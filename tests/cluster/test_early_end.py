@@ -1,0 +1,117 @@
+"""What is left in a router of the user's, and said of servers of the user's, when a run fails or is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+import types
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.early_end import ManagerEnd
+from slimrl.sglang.errors import EngineUnavailableError
+from slimrl.sglang.router_control import RunningRouter
+from tests.megatron.launch import free_port
+
+OURS, ALSO_OURS, THEIRS = "http://10.0.0.1:1", "http://10.0.0.1:2", "http://10.0.0.2:1"
+
+
+@contextlib.contextmanager
+def users_router(*urls: str):
+    """Keeps a list of servers as the real one does; yields its port and the list."""
+    known = list(urls)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self, content):
+            body = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            self.answer({"workers": [{"id": str(hash(url)), "url": url, "is_healthy": True} for url in known]})
+
+        def do_POST(self):
+            known.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["url"])
+            self.answer({})
+
+        def do_DELETE(self):
+            known[:] = [url for url in known if not self.path.endswith(f"/{hash(url)}")]
+            self.answer({})
+
+        def log_message(self, *_): ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, known
+        server.shutdown()
+
+
+def ended(port, registered, error=None, *, known=(), pushing=None, **flags):
+    """Ends a run with `error` and returns what the manager was asked and told, in order."""
+    calls = []
+    args = Arguments(sglang_router_ip=port and "127.0.0.1", sglang_router_port=port, **flags)
+
+    def ask():
+        calls.append("asked")
+        return registered
+
+    with contextlib.suppress(BaseException), ManagerEnd(args, ask, lambda: calls.append("killed")) as end:
+        end.knows(types.SimpleNamespace(pushing=pushing), known)
+        if error is not None:
+            raise error
+    return calls
+
+
+def test_a_router_of_the_users_keeps_the_servers_that_others_added():
+    with users_router(THEIRS) as (port, known):
+        router = RunningRouter("127.0.0.1", port)
+        router.add_worker(OURS)
+        router.add_worker(OURS)  # again: the one before is removed first
+        router.add_worker(ALSO_OURS)
+        assert known == [THEIRS, OURS, ALSO_OURS]
+        router.remove_worker(ALSO_OURS)
+        router.remove_worker(THEIRS)
+        assert known == [THEIRS, OURS] and router.added == {OURS}
+        router.stop()
+        assert known == [THEIRS] and router.added == set()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a rank died"), KeyboardInterrupt()])
+def test_a_run_that_fails_takes_its_servers_out_when_its_manager_is_gone(error):
+    with users_router(OURS, THEIRS, ALSO_OURS) as (port, known):
+        assert ended(port, [OURS, ALSO_OURS], error) == ["asked", "killed"]
+        assert known == [THEIRS]
+
+
+def test_a_dead_managers_servers_are_those_that_started():
+    with users_router(OURS, THEIRS) as (port, known):
+        ended(port, None, RuntimeError("the manager died"), known=[OURS])
+        assert known == [THEIRS]
+
+
+def test_a_run_that_ends_in_order_or_with_its_own_router_asks_nobody():
+    with users_router(OURS) as (port, known):
+        assert ended(port, [OURS]) == ["killed"] and known == [OURS]  # its manager has done it
+    assert ended(None, [OURS], RuntimeError("a rank died")) == ["killed"]
+
+
+def test_a_router_that_is_gone_does_not_hide_what_ended_the_run():
+    args = Arguments(sglang_router_ip="127.0.0.1", sglang_router_port=free_port())
+    with pytest.raises(EngineUnavailableError, match="the cause"), ManagerEnd(args, lambda: [OURS], lambda: None):
+        raise EngineUnavailableError("the cause")
+
+
+def test_servers_that_may_hold_half_of_a_push_are_named(caplog):
+    flags = {"rollout_external_engine_addrs": ["10.0.0.1:1", "10.0.0.1:2"]}
+    ended(None, None, KeyboardInterrupt(), pushing=7, **flags)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "while it pushed weights 7: the servers 10.0.0.1:1, 10.0.0.1:2 of --rollout-external-engine-addrs" in line
+    caplog.clear()
+    ended(None, None, KeyboardInterrupt(), **flags)
+    ended(None, None, KeyboardInterrupt(), pushing=7)
+    assert not caplog.records
