@@ -179,6 +179,10 @@ class RolloutManager:
             return
         await asyncio.to_thread(self._memory.resume, tags)
 
+    async def address(self) -> str:
+        """Of this machine, on which the router runs too."""
+        return ray.util.get_node_ip_address()
+
     async def prompts_per_epoch(self) -> int:
         """Number of prompts in the training data set; may be asked before `start`."""
         await self._open_data()

@@ -26,7 +26,7 @@ from slimrl.cluster.watchdog import Awaited, Patience, answers
 from slimrl.cluster.whereabouts import of_generation
 from slimrl.observability.progress import ProgressBar
 from slimrl.observability.prometheus import scrape_targets
-from slimrl.observability.run_checks import RunChecks
+from slimrl.observability.run_checks import RunCheckError, RunChecks
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.timeline import merge_at_end
 from slimrl.observability.timeline_recorder import Timeline
@@ -144,7 +144,11 @@ class Run:
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
             metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update)
-        self._checks.check(rollout.rollout_id, metrics)
+        try:
+            self._checks.check(rollout.rollout_id, metrics)
+        except RunCheckError:
+            self._log.expect(self._record(rollout, metrics))  # the numbers that it complains of
+            raise
         return metrics
 
     def weights_due(self, rollout_id: int) -> bool:
@@ -322,7 +326,9 @@ def open_run(args: Arguments) -> Iterator[Run]:
         if data_state is not None and not args.only_evaluates:
             awaited = _of_manager(manager, "the position in the data")
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
-        log.announce(scrape_targets(args, [endpoint.url for endpoint in endpoints]))
+        router = supervisor.get([manager.address.remote()], _of_manager(manager, "the router's address"))[0]
+        urls = [endpoint.url for endpoint in endpoints]
+        log.announce(scrape_targets(args, urls, ray.util.get_node_ip_address(), router))
         log.begin(start)
         beginning.close()
         yield Run(args, start, trainers, manager, supervisor, log, timeline, joining)

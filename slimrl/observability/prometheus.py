@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 TARGETS_FILE = "prometheus.json"
+_ALL_ADDRESSES = ("0.0.0.0", "::", "")
 
 
 class PrometheusError(OSError):
@@ -42,17 +43,27 @@ def gauge_name(name: str) -> str:
     return "slimrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-def scrape_targets(args: Arguments, server_urls: Sequence[str]) -> list[Target]:
-    """The run, its servers (--sglang-enable-metrics) and its router (--router-prometheus-port)."""
+def scrape_targets(args: Arguments, server_urls: Sequence[str], driver: str, router: str) -> list[Target]:
+    """The run, its servers (--sglang-enable-metrics) and its router (--router-prometheus-port).
+
+    `driver` and `router` are the addresses of their machines, which stand for "all addresses" (0.0.0.0, ::).
+    """
     targets = []
     if args.prometheus_port is not None:
-        targets.append(Target("slimrl", f"{args.prometheus_host}:{args.prometheus_port}"))
+        targets.append(Target("slimrl", _address(args.prometheus_host, driver, args.prometheus_port)))
     if args.sglang_options.get("enable_metrics"):
         targets += [Target("sglang", url.partition("://")[2].rstrip("/")) for url in server_urls]
     router_port = args.router_options.get("prometheus_port")
     if router_port is not None and server_urls:
-        targets.append(Target("router", f"{args.router_options.get('prometheus_host', '127.0.0.1')}:{router_port}"))
+        host = args.router_options.get("prometheus_host", _ALL_ADDRESSES[0])  # the router's own default
+        targets.append(Target("router", _address(host, router, router_port)))
     return targets
+
+
+def _address(host: str, machine: str, port: int) -> str:
+    """`host:port` as others reach it, where a server listens on `host` of `machine`."""
+    host = machine if host in _ALL_ADDRESSES else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def write_targets(path: Path, run: str, targets: Sequence[Target]) -> None:

@@ -6,6 +6,7 @@ summary untouched. Leaving the `with` block records how the run ended.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -210,10 +211,11 @@ class RunLog:
         self._summary.status, self._summary.error = status, error
         self._summary.run["ended"] = _now()
         # A run that never began must not replace the summary of an earlier one.
-        if self._begun or not self._summary.path.exists():
-            self._summary.save()
-        for charts in self._charts:
-            charts.close(failed=status != "completed")
+        with contextlib.ExitStack() as closing:  # what fails here keeps none of the others from its end
+            for charts in reversed(self._charts):
+                closing.callback(charts.close, failed=status != "completed")
+            if self._begun or not self._summary.path.exists():
+                self._summary.save()
 
     def __enter__(self) -> RunLog:
         return self
@@ -223,10 +225,12 @@ class RunLog:
     ) -> None:
         if kind is None:
             self.close()
-        elif issubclass(kind, KeyboardInterrupt):
-            self.close("interrupted")
-        else:
-            self.close("failed", f"{kind.__name__}: {error}")
+            return
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        try:
+            self.close(*(("interrupted",) if interrupted else ("failed", f"{kind.__name__}: {error}")))
+        except Exception:  # of whatever kind: why the run ended is what counts
+            logger.exception("the end of the run could not be reported everywhere")
 
     def _chart(self, record: StepRecord, train: dict[str, float], seconds: dict[str, float]) -> None:
         steps, of_ranks = _split(record.train)

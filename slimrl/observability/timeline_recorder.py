@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import re
@@ -151,11 +152,8 @@ class Timeline:
     def close(self) -> None:
         """Ends the file; what comes later is not recorded."""
         with self._lock:
-            if self._file is not None:
-                self._flush()
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            self._flush()
+            self._close_file()
 
     def __enter__(self) -> Timeline:
         return self
@@ -178,14 +176,19 @@ class Timeline:
         lines, self._lines = self._lines, []
         if self._file is None or not lines:
             return
-        text = b"".join(orjson.dumps(line, default=str) + b"\n" for line in lines)
+        text = b"".join(_encoded(line) + b"\n" for line in lines)
         with self._forgiving():
             self._write(text)
             if self._size > self._part_bytes:
                 os.replace(self._path, earlier_part(self._path))
-                os.close(self._file)
+                self._close_file()
                 self._open(self._path)
         self._flushed_ns = time.monotonic_ns()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None  # first: whatever closing does, it is done once
+        if file is not None:
+            os.close(file)
 
     def _write(self, text: bytes) -> None:
         while text:
@@ -213,7 +216,16 @@ class Timeline:
             yield
         except OSError as error:
             logger.warning("the timeline of %s ends here: %s", self._process, error)
-            self._file = None
+            with contextlib.suppress(OSError):
+                self._close_file()
+
+
+def _encoded(line: list[Any]) -> bytes:
+    """A line as JSON. Half a surrogate, as a broken text of a model's has it, becomes a question mark."""
+    try:
+        return orjson.dumps(line, default=str)
+    except orjson.JSONEncodeError:  # numbers of more than 64 bits, too
+        return json.dumps(line, default=str, ensure_ascii=False).encode(errors="replace")
 
 
 def earlier_part(path: Path) -> Path:

@@ -110,7 +110,7 @@ class WandbRun:
             while (row := self._rows.get()) is not None:
                 run.log(row)
             run.finish(exit_code=self._exit_code)
-        except Exception as error:  # of whatever kind: charts are no reason to lose a run
+        except BaseException as error:  # of whatever kind, SystemExit too: charts are no reason to lose a run
             self._give_up(f"{type(error).__name__}: {error}")
             self._opened.set()  # nobody has to wait for it any more
 
@@ -143,6 +143,7 @@ def _open(settings: WandbSettings) -> wandb.Run:
         settings=wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
             login_timeout=1,  # nobody is asked for a key at the terminal of a run
             console="off",
             silent=True,

@@ -118,17 +118,29 @@ def test_two_metrics_that_become_one_name_stay_two_by_their_label(tmp_path):
 def test_whoever_is_asked_for_metrics_is_a_target(tmp_path):
     urls = ["http://10.0.0.2:20001", "http://10.0.0.3:20002/"]
     args = Arguments(run_dir=str(tmp_path), prometheus_port=9400)
-    assert scrape_targets(args, urls) == [Target("slimrl", "127.0.0.1:9400")]
+    assert scrape_targets(args, urls, "10.0.0.1", "10.0.0.2") == [Target("slimrl", "127.0.0.1:9400")]
     args = Arguments(sglang_options={"enable_metrics": True}, router_options={"prometheus_port": 9401})
-    assert scrape_targets(args, urls) == [
+    assert scrape_targets(args, urls, "10.0.0.1", "10.0.0.2") == [
         Target("sglang", "10.0.0.2:20001"),
         Target("sglang", "10.0.0.3:20002"),
-        Target("router", "127.0.0.1:9401"),
+        Target("router", "10.0.0.2:9401"),
     ]
-    assert scrape_targets(Arguments(), urls) == []
+    assert scrape_targets(Arguments(), urls, "10.0.0.1", "10.0.0.2") == []
     with RunLog(tmp_path / "run", versions={}) as log:
-        log.announce(scrape_targets(args, urls))
+        log.announce(scrape_targets(args, urls, "10.0.0.1", "10.0.0.2"))
     assert load_summary(tmp_path / "run")["paths"]["prometheus"] == str(tmp_path / "run" / "prometheus.json")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "10.0.0.1:9400"), ("::", "10.0.0.1:9400"), ("10.9.9.9", "10.9.9.9:9400"), ("::1", "[::1]:9400")],
+)
+def test_a_target_has_an_address_that_others_reach(host, address):
+    args = Arguments(prometheus_port=9400, prometheus_host=host)
+    assert scrape_targets(args, [], "10.0.0.1", "10.0.0.2") == [Target("slimrl", address)]
+    options = {"prometheus_port": 9400, "prometheus_host": host}
+    (target,) = scrape_targets(Arguments(router_options=options), ["http://s:1"], "10.0.0.2", "10.0.0.1")
+    assert target == Target("router", address)
 
 
 def test_the_targets_stand_in_the_format_that_prometheus_reads(tmp_path):

@@ -208,6 +208,38 @@ def test_how_a_run_ended_is_recorded(tmp_path, error, status, message):
     assert summary["run"]["ended"] >= summary["run"]["started"]
 
 
+class Chart:
+    """A place that notes its end, and fails at it where it is told to."""
+
+    def __init__(self, error=None):
+        self.error, self.closed = error, []
+
+    def begin(self, starts): ...
+    def add(self, axis, number, values): ...
+    def close(self, *, failed):
+        self.closed.append(failed)
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_place_that_fails_at_its_end_keeps_none_of_the_others_from_theirs(tmp_path):
+    charts = [Chart(OSError("disk full")), Chart(), Chart(OSError("gone"))]
+    with pytest.raises(OSError, match="disk full|gone"), open_log(tmp_path, charts=charts) as log:
+        log.step(record(0))
+    assert [chart.closed for chart in charts] == [[False]] * 3
+    assert load_summary(tmp_path)["status"] == "completed"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("server 1 died")])
+def test_a_place_that_fails_at_its_end_does_not_hide_why_the_run_ended(tmp_path, error, caplog):
+    logging.getLogger("slimrl").propagate = True
+    chart = Chart(OSError("disk full"))
+    with pytest.raises(type(error)), open_log(tmp_path, charts=[chart]) as log:
+        log.step(record(0))
+        raise error
+    assert chart.closed == [True] and "could not be reported everywhere" in caplog.text and "disk full" in caplog.text
+
+
 def test_a_resumed_run_keeps_earlier_steps_and_repeats_later_ones(tmp_path):
     first = write_run(tmp_path, [0, 1, 2])
     with open_log(tmp_path) as log:

@@ -158,6 +158,32 @@ def test_a_disk_that_refuses_ends_the_record_with_a_warning_and_not_the_run(tmp_
 # -- putting together --------------------------------------------------------------------------------------------------
 
 
+def test_no_text_that_a_model_writes_ends_the_run(tmp_path):
+    with Timeline(tmp_path / "timeline" / "driver.jsonl", "driver") as timeline:
+        with timeline.span("step", text="half \ud83d of it", large=2**70):
+            timeline.remark("\udc80")
+        with timeline.span("next"):
+            pass
+    done = merge(tmp_path)
+    assert (done.spans, done.unfinished, done.broken_lines) == (2, 0, 0)
+    assert read_trace(done.path).of("driver", "step")[0].facts == {"text": "half ? of it", "large": 2.0**70}
+
+
+def test_a_record_that_ends_early_keeps_no_file_open(tmp_path, monkeypatch):
+    timeline = Timeline(tmp_path / "timeline" / "driver.jsonl", "driver")
+    held = timeline._file
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "write", full)
+    with timeline.span("step"):
+        pass
+    assert not timeline.records
+    with pytest.raises(OSError):
+        os.fstat(held)
+
+
 def test_overlapping_spans_lie_on_the_lowest_row_that_is_free(tmp_path):
     spans = [span(name, *times, "requests", True) for name, times in {"a": (0, 4), "b": (1, 2), "c": (2, 3)}.items()]
     trace = merged(tmp_path, x=[header("rollout manager"), *spans, span("d", 2.5, 5, "requests", True)])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -158,6 +159,28 @@ def test_a_failure_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplo
     assert broken.rows == [{"eval/addition": 0.4, "eval/addition-truncated_ratio": 0.0, "eval/step": 0}]
     said = [entry.getMessage() for entry in caplog.records if "W&B, training goes on" in entry.getMessage()]
     assert len(said) == 1 and "ConnectionError: the service is gone" in said[0]
+
+
+@pytest.mark.parametrize("error", [TimeoutError("Timed out finishing run."), SystemExit(1)])
+def test_an_end_that_fails_of_whatever_kind_is_said(tmp_path, monkeypatch, caplog, error):
+    def fail(exit_code):
+        raise error
+
+    run = types.SimpleNamespace(id="x", offline=True, dir="/nowhere/files", log=lambda row: None, finish=fail)
+    monkeypatch.setattr(wandb_run, "_open", lambda settings: run)
+    logging.getLogger("slimrl").propagate = True
+    assert train(arguments(tmp_path), 0, 1)["status"] == "completed"
+    assert caplog.text.count("no more is written to W&B") == 1 and type(error).__name__ in caplog.text
+
+
+def test_the_package_is_told_to_raise_where_it_does_not_finish_in_time(tmp_path, monkeypatch):
+    import wandb
+
+    given = {}
+    run = types.SimpleNamespace(define_metric=lambda *_, **__: None)
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or run)
+    wandb_run._open(WandbSettings.from_args(arguments(tmp_path), None))
+    assert (given["settings"].finish_timeout, given["settings"].finish_timeout_raises) == (30.0, True)
 
 
 def test_a_service_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, caplog):
