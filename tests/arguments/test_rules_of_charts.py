@@ -91,9 +91,11 @@ def test_an_address_that_is_not_ours_is_refused(recipe):
 
 
 def test_a_key_that_a_file_replaces_is_shown_in_no_note(recipe, tmp_path):
-    (tmp_path / "flags.yaml").write_text("wandb_key: t0psecret\nlr: 2.0e-6\n")
+    variables = '{"TOKEN": "t0psecret"}'
+    (tmp_path / "flags.yaml").write_text(f"wandb_key: t0psecret\nlr: 2.0e-6\ntrain_env_vars: {variables}\n")
     line = recipe.line(f"--use-wandb --wandb-key s3cond --custom-config-path {tmp_path / 'flags.yaml'}")
+    line += ["--train-env-vars", variables.replace("t0psecret", "s3cond")]
     args, problems = read_args(line)
     assert problems == [] and args.wandb_key == "t0psecret"
-    assert sum("by --custom-config-path" in note for note in args.notes) == 2
+    assert sum("by --custom-config-path" in note for note in args.notes) == 3
     assert not any(key in note for note in args.notes for key in ("t0psecret", "s3cond"))
