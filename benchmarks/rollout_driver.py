@@ -141,7 +141,7 @@ class Driver:
 
     async def rollout(self) -> None:
         """From prompts to pickled batches."""
-        garbage.collect_between_rollouts()
+        garbage.collect_between_rollouts(samples_are_held=False)
         args = self._args
         output = await self._generator.generate_rollout(self._rollout_id, self._source)
         samples = [sample for group in output.groups for sample in group]

@@ -53,13 +53,13 @@ class RolloutResult:
     """One finished rollout: a pickled batch per data-parallel rank in Ray's object store, and what is known about it.
 
     `data_state` is the data source right after this rollout's prompts were drawn: a checkpoint with it
-    resumes at the next prompt, however many rollouts were generated ahead.
+    resumes at the next prompt, however many rollouts were generated ahead. None where nothing is saved.
     """
 
     rollout_id: int
     batches: list[ray.ObjectRef]
     metrics: dict[str, float]
-    data_state: dict[str, Any]
+    data_state: dict[str, Any] | None
     weight_version: str
     seconds: float
 
@@ -136,6 +136,7 @@ class RolloutManager:
             concurrency=self._args.sglang_server_concurrency * len(self._fleet.endpoints),
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
             keep_trying_s=KEEP_TRYING_S if self._args.use_fault_tolerance else KEEP_TRYING_WITHOUT_RECOVERY_S,
+            weights_are_pushed=not self._args.debug_rollout_only,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([ServerControl(endpoint.url) for endpoint in self._fleet.endpoints])
@@ -240,10 +241,11 @@ class RolloutManager:
     async def generate(self, rollout_id: int, saved: bool) -> RolloutResult:
         """Generates (or replays) one rollout and cuts it into one batch per data-parallel rank.
 
-        What is on its way belongs to `data_state` where a checkpoint is `saved` after this rollout.
+        There is a `data_state` where a checkpoint is `saved` after this rollout.
         """
         self._memory.require(f"generating rollout {rollout_id}")
-        garbage.collect_between_rollouts()
+        endless = self._generator is not None and self._generator.continuous is not None
+        garbage.collect_between_rollouts(samples_are_held=endless)
         if self._recovery is not None:
             self._recovery.generation_begins()
         with self._timeline.span("generate", rollout=rollout_id):
@@ -258,11 +260,11 @@ class RolloutManager:
             self._data_source.begin_rollout(rollout_id)
             output = await rollout_without_engines(self._args, rollout_id, self._data_source, self._tokenizer)
         else:
-            output = await self._generator.generate_rollout(rollout_id, self._data_source)
+            output = await self._generator.generate_rollout(rollout_id, self._data_source, saved=saved)
         seconds = time.perf_counter() - started if output.seconds is None else output.seconds
         self._timeline.mark("batches")
         groups = output.groups
-        data_state = output.data_state if saved and output.data_state else self._data_source.state_dict()
+        data_state = output.data_state or (self._data_source.state_dict() if saved else None)
         samples = [sample for group in groups for sample in group]
         require_verdicts(samples, self._args.rm_failure_limit, f"rollout {rollout_id}")
         rewards = rewards_of(self._args, samples)

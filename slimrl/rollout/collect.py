@@ -12,6 +12,8 @@ from slimrl.data.sample import Sample
 from slimrl.hooks import DynamicSamplingFilter, naming
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
 
+HOPELESS_BATCHES = 16  # so many rollouts' groups dropped in a row, or a whole epoch: the filter never passes
+
 
 class Collector:
     """Groups by the dynamic sampling filter's verdict, in the order they finished."""

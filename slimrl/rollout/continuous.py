@@ -2,9 +2,10 @@
 
 Promises that a rollout holds no token drawn by weights that are more than N rollouts older than those it trains; that
 no more groups are begun than can be trained in time, and a rollout waits for those that would become too old; that
-every group drawn is handed out once, dropped by the dynamic sampling filter once, or generated anew; and that the state
-which it gives holds all that is drawn and not handed out. Made by `RolloutGenerator`; the rollout manager tells it of
-new weights.
+every group drawn is handed out once, dropped by the dynamic sampling filter once, left out once because a sample of it
+failed (`--skip-failed-samples`), or generated anew; that the state which it gives holds all that is drawn and none of
+these; and that nothing is handed out after a failure. Made by `RolloutGenerator`; the rollout manager tells it of new
+weights.
 """
 
 from __future__ import annotations
@@ -16,17 +17,15 @@ import time
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.hooks import DynamicSamplingFilter
-from slimrl.rollout.collect import Collector
+from slimrl.rollout.collect import HOPELESS_BATCHES, Collector
 from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.drawn import Drawn, Finished
+from slimrl.rollout.drawn import Drawn, Finished, check_plain
 from slimrl.rollout.engine import StoppableEngine
 from slimrl.rollout.flights import Flight, Flights
 from slimrl.rollout.sample_task import SampleMaker
 from slimrl.rollout.sampling import SamplingPlan
-from slimrl.rollout.staleness import anew, may_go, oldest_version
+from slimrl.rollout.staleness import anew, is_of_other_weights, may_go, oldest_version
 from slimrl.rollout.tasks import cancel_and_wait
-
-_HOPELESS_BATCHES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +93,9 @@ class ContinuousRollout:
             self._next, self._since = version, time.perf_counter()
             self._landing = asyncio.create_task(self._land())
             self._landing.add_done_callback(lambda _: self._tell())
+            for finished in [finished for finished in self._ready if finished.oldest > version]:
+                self._ready.remove(finished)  # versions were counted otherwise (`--start-rollout-id`)
+                self._begin_anew(finished)
         self._version, self._end, self._held = version, end, False
         self._return_too_old()
         self._admit()
@@ -104,14 +106,17 @@ class ContinuousRollout:
         while self._under_way:
             await self._change()
             self._held = True  # also where servers were replaced meanwhile
+        self._raise_failure()
 
     async def take(self, rollout_id: int) -> Taken:
         """The groups of the next rollout, once they are there: of the finished ones those that are oldest.
 
-        Raises SampleError, and RuntimeError where the filter drops everything.
+        Raises SampleError, HookFailedError, and RuntimeError where the filter drops everything: whatever came in
+        before, since a group is lost with the failure, which no checkpoint may miss.
         """
         if rollout_id != self._next or self._version is None:
             raise ValueError(f"rollout {rollout_id} was asked for, and {self._next} is next (weights {self._version})")
+        self._raise_failure()
         while not (chosen := self._choose(rollout_id)):
             await self._change()
         taken = set(map(id, chosen))
@@ -164,7 +169,8 @@ class ContinuousRollout:
         self._source.begin_rollout(self._next)
         self._flights.rollout_id = self._next
         for group in self._source.get_samples(count):
-            self._under_way[self._flights.launch(group)] = self._version
+            known = [anew(sample) if is_of_other_weights(sample, self._version) else sample for sample in group]
+            self._under_way[self._flights.launch(known)] = self._version
 
     async def _land(self) -> None:
         """Takes in what finishes; ends with the first failure."""
@@ -178,6 +184,8 @@ class ContinuousRollout:
 
     def _take_in(self, flight: Flight, began: int) -> None:
         group = flight.group()
+        if self._args.save:
+            check_plain([*group, *flight.drawn])
         oldest = min(oldest_version(sample, began) for sample in group)
         finished = Finished(group, flight.drawn, oldest)
         if self._is_too_old(finished):
@@ -199,7 +207,7 @@ class ContinuousRollout:
         self._too_old += 1
 
     def _new_collector(self) -> Collector:
-        return Collector(self._args, self._keep, max(len(self._source), _HOPELESS_BATCHES * self._batch))
+        return Collector(self._args, self._keep, max(len(self._source), HOPELESS_BATCHES * self._batch))
 
     def _sample_ended(self) -> None:
         self._admit()
@@ -210,8 +218,10 @@ class ContinuousRollout:
 
     async def _change(self) -> None:
         """Returns when something has finished. Raises what ended the landing."""
-        if self._landing is not None and self._landing.done():
-            self._landing.result()
+        self._raise_failure()
         await self._changed.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._landing is not None and self._landing.done():
             self._landing.result()

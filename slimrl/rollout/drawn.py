@@ -1,18 +1,25 @@
 """Groups that were drawn from the data source and not yet trained on, as part of what a checkpoint knows of the data.
 
-Promises that a run with continuous generation goes on with all of them, and that any other run does so too. Written by
-the rollout loop, read by the rollout manager when a run is resumed.
+Promises that a run with continuous generation goes on with all of them, and that any other run does so too. Columns
+with an entry per token are packed into text: a list of numbers takes many times as long to write, and training waits
+for it. Written by the rollout loop, read by the rollout manager when a run is resumed.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 from slimrl.data.sample import Sample
 from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.plain_data import plain_data
 
 _KEY = "drawn"  # beside the entries of the data source
+_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d"}  # as `array` names what is in memory
+_NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +39,7 @@ class Drawn:
     finished: list[Finished]
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The data source's state with this beside it; shares its lists with the samples."""
+        """The data source's state with this beside it, as plain JSON data. Raises ValueError as `check_plain`."""
         entry = {
             "under_way": [_plain(group) for group in self.under_way],
             "finished": [
@@ -56,9 +63,47 @@ def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_fini
     return finished if keeps_finished else []
 
 
+def check_plain(samples: Iterable[Sample]) -> None:
+    """Raises ValueError for a sample that no checkpoint could hold: when it comes in, not with the next save."""
+    for sample in samples:
+        for name in _NAMES:
+            _packed(sample, name, _PACKED[name]) if name in _PACKED else _plain_field(sample, name)
+
+
 def _plain(group: list[Sample]) -> list[dict[str, Any]]:
-    return [{**vars(sample), "status": sample.status.value} for sample in group]
+    """What the fields hold; what functions of the user's attach to a sample beside them is no part of it."""
+    return [
+        {
+            name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
+            for name in _NAMES
+        }
+        for sample in group
+    ]
+
+
+def _plain_field(sample: Sample, name: str) -> Any:
+    try:
+        return plain_data(getattr(sample, name))
+    except TypeError as error:
+        raise ValueError(
+            f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; have your function or data"
+            " source put numbers, text, lists and dicts there"
+        ) from error
+
+
+def _packed(sample: Sample, name: str, code: str) -> Any:
+    try:
+        return base64.b64encode(array(code, getattr(sample, name)).tobytes()).decode()
+    except (TypeError, OverflowError):  # None, or a function's 1.0 for 1
+        return _plain_field(sample, name)
 
 
 def _samples(group: list[dict[str, Any]]) -> list[Sample]:
-    return [Sample.from_dict(data) for data in group]
+    return [
+        Sample.from_dict({**data, **{name: _unpacked(data[name], _PACKED[name]) for name in _PACKED}}) for data in group
+    ]
+
+
+def _unpacked(column: str | list[Any] | None, code: str) -> list[Any] | None:
+    """A list is one that could not be packed, or comes from a slimrl that packed none."""
+    return array(code, base64.b64decode(column)).tolist() if isinstance(column, str) else column

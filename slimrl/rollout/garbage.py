@@ -4,6 +4,7 @@ A collection walks through every list of the generations that it collects, and a
 token: with Python's own thresholds that takes more time than all other work on a rollout, and finds nothing, since
 samples are freed by their reference counts. Cycles (tasks that failed, objects of the user's) are found all the same:
 young ones after 50 000 allocations, what lived longer at the latest between two rollouts, when the samples are gone.
+Where generation never ends they never are: what lived longer is left to Python's own count then.
 Called by the rollout manager, whose process it is, and by benchmarks that stand for it.
 """
 
@@ -21,6 +22,6 @@ def expect_many_samples() -> None:
     gc.set_threshold(*_THRESHOLDS)
 
 
-def collect_between_rollouts() -> None:
-    """Collects everything; a few milliseconds where no samples are held."""
-    gc.collect()
+def collect_between_rollouts(*, samples_are_held: bool) -> None:
+    """Collects everything, a few milliseconds where no samples are held; else what is young."""
+    gc.collect(1 if samples_are_held else 2)

@@ -13,7 +13,7 @@ from slimrl import hooks
 from slimrl.arguments import Arguments
 from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.data.sample import Sample
-from slimrl.rollout.collect import Collector, in_order
+from slimrl.rollout.collect import HOPELESS_BATCHES, Collector, in_order
 from slimrl.rollout.continuous import ContinuousRollout
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import EngineClient, StoppableEngine
@@ -27,8 +27,6 @@ from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sampling import SamplingPlan
 from slimrl.rollout.sglang_rollout import call_rollout_function, eval_results, rollout_output
 from slimrl.rollout.under_way import SampleWhere
-
-_HOPELESS_BATCHES = 16
 
 
 class RolloutGenerator:
@@ -72,10 +70,15 @@ class RolloutGenerator:
         maker.under_way = self._maker.under_way
         self.continuous = ContinuousRollout(self._args, maker, engine, self._plan, self._filter, data_source, requests)
 
-    async def generate_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
-        """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`."""
+    async def generate_rollout(
+        self, rollout_id: int, data_source: RolloutDataSource, *, saved: bool = True
+    ) -> RolloutOutput:
+        """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`.
+
+        Generation without end says where the data stand, if a checkpoint is to be `saved` after this rollout.
+        """
         if self.continuous is not None:
-            return await self._continuous_rollout(rollout_id, data_source)
+            return await self._continuous_rollout(rollout_id, data_source, saved)
         async with self._turn:
             self._trace.begin()
             data_source.begin_rollout(rollout_id)
@@ -122,7 +125,7 @@ class RolloutGenerator:
         over_samples = self._filter is not None or args.partial_rollout
         self._maker.finished, self._expected = 0, target * args.n_samples_per_prompt
         self._engine.start()
-        collector = Collector(args, self._filter, max(len(data_source), _HOPELESS_BATCHES * target))
+        collector = Collector(args, self._filter, max(len(data_source), HOPELESS_BATCHES * target))
         flights = Flights(args, rollout_id, self._maker, self._engine, self._plan)
         try:
             while len(collector.accepted) < target:
@@ -143,7 +146,7 @@ class RolloutGenerator:
         metrics = self._metrics(rollout_id, collector, surplus) | flights.failed.take_metrics()
         return RolloutOutput(in_order(collector.accepted), metrics)
 
-    async def _continuous_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
+    async def _continuous_rollout(self, rollout_id: int, data_source: RolloutDataSource, saved: bool) -> RolloutOutput:
         """A full batch of those that are on their way, and where the data stand in that very moment."""
         self._trace.begin()
         taken = await self.continuous.take(rollout_id)
@@ -151,7 +154,10 @@ class RolloutGenerator:
         metrics = {"rollout/staleness/dropped": float(taken.too_old), **self.continuous.take_failures()}
         if self._filter is not None:
             metrics |= dynamic_filter_metrics(taken.filtered.drops, taken.left)
-        data_state = self.continuous.drawn().added_to(data_source.state_dict())
+        data_state = None
+        if saved:
+            data_source.begin_rollout(rollout_id)  # it may keep files by this number, and drew for the next one already
+            data_state = self.continuous.drawn().added_to(data_source.state_dict())
         return RolloutOutput(in_order(taken.groups), metrics, data_state, taken.seconds)
 
     async def builtin_evaluation(self, rollout_id: int) -> dict[str, EvalResult]:

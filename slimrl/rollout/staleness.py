@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.data.version_spans import NO_VERSION
+from slimrl.data.version_spans import NO_VERSION, fitted
 from slimrl.rollout.metrics import START_ROLLOUT_ID
 from slimrl.rollout.turns import NON_GENERATION_TIME, TURN_STARTS
 
@@ -35,6 +35,24 @@ def oldest_version(sample: Sample, otherwise: int | None = None) -> int | None:
     if not known and otherwise is not None:
         return otherwise
     return min(known, default=None)
+
+
+def is_of_other_weights(sample: Sample, version: int) -> bool:
+    """Whether a sample to be generated has tokens that no bound can be kept for, where the engines hold `version` now.
+
+    These are tokens to be trained on that unknown weights drew (in a checkpoint of an older slimrl, say), and tokens of
+    weights that are yet to come (`--start-rollout-id` before the checkpoint's). A response that the data source brings
+    with it, and no engine drew, is none.
+    """
+    drawn = sample.version_spans or sample.weight_versions or START_ROLLOUT_ID in sample.metadata
+    if not sample.response_length or not (drawn or sample.status is SampleStatus.ABORTED):
+        return False
+    place = 0
+    for drawn_by, count in fitted(sample.version_spans, sample.response_length):
+        if int(drawn_by) > version if drawn_by.isdecimal() else _is_trained(sample, place, place + count):
+            return True
+        place += count
+    return False
 
 
 def staleness_metrics(rollout_id: int, samples: Iterable[Sample]) -> dict[str, float]:
