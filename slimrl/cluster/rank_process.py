@@ -110,8 +110,8 @@ class Rank:
         report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal, running=running)
         return dataclasses.asdict(report)
 
-    def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
-        """Writes the checkpoint of `rollout_id`."""
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """Writes the checkpoint of `rollout_id`; rank 0 has the data state."""
         return str(self._trainer.save(rollout_id, data_state))
 
     def device_memory(self) -> dict[str, float]:

@@ -108,7 +108,11 @@ class TrainGroup:
 
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
-        return self._call("save", rollout_id, data_state, what=f"save after rollout {rollout_id}")[0]
+        calls = [
+            worker.call.remote("save", rollout_id, data_state if rank == 0 else None)  # who writes it; it may be large
+            for rank, worker in enumerate(self.workers)
+        ]
+        return self._supervisor.get(calls, _of(self.workers, f"save after rollout {rollout_id}"))[0]
 
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""

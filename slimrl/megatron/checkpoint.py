@@ -62,14 +62,13 @@ def _sharding(parallel: ParallelState) -> dict[str, Any]:
 
 
 def take_snapshot(
-    state: TrainingState, rollout_id: int, data_state: dict[str, Any], *, with_optimizer: bool, copy: bool
+    state: TrainingState, rollout_id: int, data_state: dict[str, Any] | None, *, with_optimizer: bool, copy: bool
 ) -> Snapshot:
     """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
 
-    `data_state` (rank 0's is kept) must be plain data: numbers, strings, lists, tuples, dicts, tensors. With `copy`
-    nothing in the snapshot changes when training goes on. Raises ValueError for other data.
+    `data_state` (rank 0's is kept, others may give None) must be plain data: numbers, strings, lists, tuples, dicts,
+    tensors. With `copy` nothing in the snapshot changes when training goes on. Raises ValueError for other data.
     """
-    encoded = checkpoint_folder.encode_data_state(data_state)
     sharding = _sharding(state.parallel)
     model = _sharded(state.stages, sharding)
     content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
@@ -84,10 +83,12 @@ def take_snapshot(
         "layout": random_state.layout(state.parallel),
         "trained_weights": state.trained_weights,
     }
+    prepared = checkpoint_io.prepare(content, {"content": "training", **about}, copy=copy)
     return Snapshot(
         iteration=rollout_id,
-        prepared=checkpoint_io.prepare(content, {"content": "training", **about}, copy=copy),
-        data_state=encoded,
+        prepared=prepared,
+        # last: a rank that fails here leaves none waiting in a collective
+        data_state=b"" if data_state is None else checkpoint_folder.encode_data_state(data_state),
         about=about,
     )
 
