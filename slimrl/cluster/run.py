@@ -66,6 +66,8 @@ class Run:
         self._timeline = timeline
         self._checks = RunChecks.from_args(args, start)
         self._seconds: dict[str, float] = {}
+        self._pushed: int | None = None  # the version that the servers were given
+        self._generation = _of_manager(manager, "generate")
         self._turns = Turns(
             trainers if args.offload_train else None,
             _EngineMemory(manager, supervisor) if args.offload_rollout else None,
@@ -105,13 +107,17 @@ class Run:
         return result
 
     def make_way(self, generation: ray.ObjectRef) -> None:
-        """Waits until no request is in flight, unless weights change under requests; `generation` is what runs."""
+        """Waits until no request is in flight, unless weights change under requests; `generation` is what runs.
+
+        Servers that are replaced meanwhile may get the trained weights already: then there is no push to make way for.
+        """
         if self.args.update_weights_in_flight:
             return
+        awaited = self._generation
         if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
-            generation = self._manager.drain.remote()
+            generation, awaited = self._manager.drain.remote(), _of_manager(self._manager, "the groups on their way")
         with self._timed("wait_for_rollout"), self._trainers_idle():
-            self._supervisor.get([generation], self._generation)
+            self._supervisor.get([generation], awaited)
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """Generates one rollout and waits for it."""
@@ -158,7 +164,11 @@ class Run:
 
     def update_weights(self, version: int) -> None:
         """Pushes the trained weights to every engine; requests may run with `--update-weights-in-flight` alone."""
-        self._push(version)
+        if version != self._pushed:  # a rescue brought them already, and requests run again
+            self._push(version)
+        self._go_on(version)
+
+    def _go_on(self, version: int) -> None:
         if self.args.max_weight_staleness is not None:  # generation without end goes on with them
             awaited = _of_manager(self._manager, f"generation going on with weights {version}")
             self._supervisor.get([self._manager.weights_are.remote(version, self.rollout_ids.stop)], awaited)
@@ -174,7 +184,7 @@ class Run:
                     self._trainers.update_weights(version)
                 else:
                     self._joining.push(version, self._trainers.update_weights)
-        self.weight_version = version
+        self.weight_version = self._pushed = version
 
     def _trainers_idle(self) -> contextlib.AbstractContextManager[None]:
         """Around a wait for the engines: a server that is replaced meanwhile gets the weights of the others."""
@@ -186,16 +196,15 @@ class Run:
     def _push_to_new_servers(self) -> None:
         """No server works any more that has weights: those which wait get what was trained last."""
         self._turns.begin_training()
-        self.update_weights(self._trained_version)
+        self._push(self._trained_version)
+        self._go_on(self._trained_version)
 
     def save_if_due(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> None:
         """Saves on `--save-interval` and after the last rollout, right after training: what is saved is awake then.
 
         A step that a checkpoint knows is in the summary, whenever the run is killed.
         """
-        if self._trainers is None or not self.args.save:
-            return
-        if self._save_due(rollout.rollout_id):
+        if self._trainers is not None and self._save_due(rollout.rollout_id):
             self._log.expect(self._record(rollout, train_metrics))
             with self._timed("save"):
                 folder = self._trainers.save(rollout.rollout_id, rollout.data_state)
@@ -203,7 +212,7 @@ class Run:
 
     def _save_due(self, rollout_id: int) -> bool:
         done, interval = rollout_id + 1, self.args.save_interval
-        return done == self.rollout_ids.stop or bool(interval and done % interval == 0)
+        return bool(self.args.save) and (done == self.rollout_ids.stop or bool(interval and done % interval == 0))
 
     def evaluate_before_training(self) -> None:
         """The evaluation of the untrained (or just loaded) model."""
