@@ -29,9 +29,7 @@ def test_metrics_of_an_own_rollout_function_become_plain_numbers(returned):
 
 @pytest.mark.parametrize("value", ["0.5", None, torch.zeros(2), np.zeros(2), [1.0], {}])
 def test_a_metric_that_is_no_number_is_named(value):
-    with pytest.raises(
-        HookFailedError, match="my.rollout returned the metric .rollout/a. with"
-    ):
+    with pytest.raises(HookFailedError, match="my.rollout returned the metric .rollout/a. with"):
         rollout_output(RolloutOutput([[SAMPLE]], {"ok": 1.0, "rollout/a": value}), "my.rollout")
 
 
