@@ -72,6 +72,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.observability.run_checks import RunCheckError
     from slimrl.processes import ProcessStartError
     from slimrl.rollout.failures import SampleError
+    from slimrl.rollout.rm_hub.failures import NoVerdictsError
     from slimrl.sglang.errors import EngineError
     from slimrl.weights.servers import WeightSyncError
 
@@ -91,6 +92,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
         WeightSyncError,
         WaitedTooLongError,
         SampleError,
+        NoVerdictsError,
         HookFailedError,
         RunCheckError,
     ) as error:

@@ -48,13 +48,14 @@ def test_a_time_limit_of_nothing_is_refused(recipe):
 
 @pytest.fixture
 def judge(tmp_path):
-    """Writes the config.json of a reward model; returns its folder."""
+    """Writes the config.json of a reward model, and an empty tokenizer; returns its folder."""
 
     def write(**changes):
         config = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
         folder = tmp_path / "judge"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        (folder / "tokenizer.json").touch()
         return folder
 
     return write
@@ -94,6 +95,15 @@ def test_a_model_that_gives_no_reward_is_refused(recipe, judge, changes, message
 def test_a_folder_without_a_config_is_refused(recipe, tmp_path):
     (sentence,) = sentences([*recipe.line("--rm-type reward_model"), "--rm-model", str(tmp_path)])
     assert "has no readable config.json" in sentence
+
+
+def test_a_folder_without_a_tokenizer_is_refused(recipe, judge):
+    folder = judge()
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(folder)]
+    (folder / "tokenizer.json").rename(folder / "tokenizer_config.json")
+    assert sentences(line) == []
+    (folder / "tokenizer_config.json").unlink()
+    assert sentences(line) == [f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own."]
 
 
 def test_with_a_reward_model_the_address_is_its_servers(recipe, judge):

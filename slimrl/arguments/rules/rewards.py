@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
-from slimrl.arguments.reward_model import REWARD_MODEL, RewardModelConfig, starts_reward_servers
+from slimrl.arguments.reward_model import REWARD_MODEL, TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
 from slimrl.arguments.rules.context import Context
 
 _DICT_RULE = "dapo"
@@ -66,6 +66,10 @@ def _reward_model_folder(args: Arguments) -> Iterator[Problem]:
         return
     if config.fault is not None:
         yield Problem("--rm-model", f"--rm-model {args.rm_model} {config.fault}: give another.")
+    if not any((Path(args.rm_model) / name).is_file() for name in TOKENIZER_FILES):
+        yield Problem(
+            "--rm-model", f"--rm-model {args.rm_model} has no tokenizer: copy it there, it reads with its own."
+        )
     longest = args.rollout_max_response_len
     if config.context is not None and longest is not None and longest >= config.context:
         yield Problem(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.arguments.reward_model import TOKENIZER_FILES
 from slimrl.data.sample import Sample
 from slimrl.rollout.prompts import MESSAGES_KEY
 
@@ -34,7 +35,7 @@ class RewardInput:
         """
         from transformers import AutoTokenizer
 
-        if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             raise ValueError(f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own")
         own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
         policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust[1])
