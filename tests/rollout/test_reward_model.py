@@ -10,7 +10,7 @@ from aiohttp import web
 from slimrl.data.sample import Sample
 from slimrl.rollout.prompts import PromptFormat, PromptMaker
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
-from slimrl.rollout.rm_hub.remote import RemoteRefused
+from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward, RemoteUnreachable
 from slimrl.rollout.rm_hub.reward_input import RewardInput, asked, chosen_form
 from slimrl.rollout.rm_hub.reward_model import RewardModel, RewardModelError, addresses, reward_of
 
@@ -116,6 +116,54 @@ def test_servers_share_the_requests_and_none_has_more_than_allowed(tokenizer):
     judged(tokenizer, [SAMPLE] * 20, judges, concurrency=3)
     assert len(judges[0].asked) + len(judges[1].asked) == 20 and all(len(judge.asked) >= 3 for judge in judges)
     assert all(1 < judge.at_once <= 3 for judge in judges)
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    """The addresses of servers that cannot be reached, and how often each was asked; the pauses are left out."""
+    urls, asked, ask = set(), [], RemoteReward.ask
+
+    async def ask_or_fail(service, body):
+        (gone,) = [url for url in urls if f"{url}/" in service._url] or [None]
+        if gone is None:
+            return await ask(service, body)
+        asked.append(gone)
+        raise RemoteUnreachable(f"{gone} gave no reward")
+
+    monkeypatch.setattr(RemoteReward, "ask", ask_or_fail)
+    return urls, asked
+
+
+def test_what_a_lost_server_does_not_judge_another_does(tokenizer, unreachable):
+    urls, asked = unreachable
+    judge = Judge(0.01)
+
+    async def main():
+        async with judge:
+            urls.add("http://127.0.0.1:9")
+            both = ["http://127.0.0.1:9", judge.url]
+            model = RewardModel(both, RewardInput(tokenizer, "tokens", []), concurrency=3, vocabulary=None)
+            try:
+                return await asyncio.gather(*(model.reward(SAMPLE) for _ in range(20)))
+            finally:
+                model.close()
+
+    assert asyncio.run(main()) == [3.0] * 20
+    assert len(judge.asked) == 20 and 1 < judge.at_once <= 3  # the survivor is not given the other's share at once
+    assert 1 <= len(asked) <= 3  # no magnet for requests, though it has the fewest
+
+
+def test_where_no_server_can_be_reached_the_last_one_is_named(tokenizer, unreachable):
+    urls, asked = unreachable
+    urls |= {"http://127.0.0.1:9", "http://127.0.0.1:10"}
+    model = RewardModel(sorted(urls), RewardInput(tokenizer, "tokens", []), concurrency=3, vocabulary=None)
+    try:
+        for _ in range(2):  # also those that are avoided are asked again
+            with pytest.raises(RemoteUnreachable, match="gave no reward"):
+                asyncio.run(model.reward(SAMPLE))
+    finally:
+        model.close()
+    assert sorted(asked) == ["http://127.0.0.1:10"] * 2 + ["http://127.0.0.1:9"] * 2
 
 
 def test_ids_that_would_kill_the_server_are_not_sent(tokenizer):

@@ -1,8 +1,8 @@
 """Rewards from a reward model behind SGLang servers (`--rm-type reward_model --rm-model ...`).
 
 Sends token ids to `/classify` and takes the one number of the reply, a logit of any sign. Promises at most
-`--rm-concurrency` requests in flight per server, a bound on every wait, and that what goes wrong is an error that names
-the server, never a reward of 0. Owned by the reward scorer.
+`--rm-concurrency` requests in flight per server, a bound on every wait, that what a lost server does not judge another
+does, and that what goes wrong is an error that names the server, never a reward of 0. Owned by the reward scorer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,10 +20,12 @@ import orjson
 from slimrl.arguments import Arguments
 from slimrl.arguments.reward_model import RewardModelConfig
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError
+from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError, RemoteUnreachable
 from slimrl.rollout.rm_hub.reward_input import RewardInput
 
 logger = logging.getLogger(__name__)
+
+AVOIDED_S = 60.0  # for so long a server that could not be reached is asked only where all others fail, too
 
 
 class RewardModelError(RemoteRewardError):
@@ -31,11 +34,13 @@ class RewardModelError(RemoteRewardError):
 
 @dataclasses.dataclass(eq=False)
 class _Server:
-    """One server and how many requests it has."""
+    """One server, how many requests it has, and until when (`time.monotonic`) it is asked only if no other can be."""
 
     url: str
     service: RemoteReward
+    turns: asyncio.Semaphore
     in_flight: int = 0
+    avoided_until: float = 0.0
 
 
 class RewardModel:
@@ -44,7 +49,12 @@ class RewardModel:
     def __init__(self, urls: list[str], reward_input: RewardInput, *, concurrency: int, vocabulary: int | None) -> None:
         """`concurrency` is per server; ids from `vocabulary` on are refused, because a server would die of them."""
         self._servers = [
-            _Server(url, RemoteReward(f"{url}/classify", name=f"the reward model's server {url}")) for url in urls
+            _Server(
+                url,
+                RemoteReward(f"{url}/classify", name=f"the reward model's server {url}"),
+                asyncio.Semaphore(concurrency),
+            )
+            for url in urls
         ]
         self._input = reward_input
         self._vocabulary = math.inf if vocabulary is None else vocabulary
@@ -67,7 +77,7 @@ class RewardModel:
 
         Raises RewardModelError on a sample that cannot be read or a reply that is no single finite number,
         RemoteRefused on a 4xx (as for a sample longer than the model's context), RemoteUnreachable when all attempts
-        failed.
+        on all servers failed.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -80,13 +90,26 @@ class RewardModel:
                 " has: its tokenizer is not the model's, copy both from one place"
             )
         async with self._turns:
-            server = min(self._servers, key=lambda one: one.in_flight)
+            return await self._ask_any(orjson.dumps({"input_ids": token_ids}))
+
+    async def _ask_any(self, body: bytes) -> float:
+        """The reward by the first server that can be reached."""
+        left = list(self._servers)
+        while True:
+            now = time.monotonic()
+            server = min(left, key=lambda one: (one.avoided_until > now, one.in_flight))
+            left.remove(server)
             server.in_flight += 1
             try:
-                reply = await server.service.ask(orjson.dumps({"input_ids": token_ids}))
+                async with server.turns:
+                    return reward_of(await server.service.ask(body), server.url)
+            except RemoteUnreachable as error:
+                server.avoided_until = time.monotonic() + AVOIDED_S
+                if not left:
+                    raise
+                logger.warning("%s; another server is asked", error)
             finally:
                 server.in_flight -= 1
-        return reward_of(reply, server.url)
 
     def close(self) -> None:
         """Ends the connections and the thread."""
