@@ -69,7 +69,12 @@ class ExternalEngine:
         deadline = asyncio.get_running_loop().time() + (timeout_s if self.life else 0.0)
         while True:
             try:
-                self._server = await asyncio.to_thread(inspect, self.address, self._args.hf_checkpoint)
+                self._server = await asyncio.to_thread(
+                    inspect,
+                    self.address,
+                    self._args.hf_checkpoint,
+                    weights_come=not self._args.debug_rollout_only,
+                )
                 return
             except EngineError:
                 if asyncio.get_running_loop().time() >= deadline:

@@ -9,6 +9,7 @@ engine's own words in every error. What is sent again, and how often:
 | the request took longer than `request_timeout_s` | never sent again |
 | nobody took it: no router listens, or it has no server (HTTP 503) | again, for `keep_trying_s` on end |
 | whoever worked on it was lost: the connection broke, or another HTTP 5xx | again, `MAX_LOSSES` times in all |
+| it was answered with weights that nobody pushed (`weights_are_pushed`) | again, as for a lost server |
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class RouterClient:
     `server_urls` are the servers behind the router, which does not pass aborts on; set it anew when they change.
     `request_timeout_s` bounds one attempt, from its start to the last byte of the answer. `keep_trying_s` is how long
     a request that nobody takes is offered again: long enough for a router or the only server to be replaced.
+    `weights_are_pushed`: pushed weights have numbers for versions, and an answer with others is not used: it is of a
+    server that its owner started anew, which is noticed a moment later.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class RouterClient:
         concurrency: int,
         request_timeout_s: float,
         keep_trying_s: float = KEEP_TRYING_S,
+        weights_are_pushed: bool = False,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
@@ -75,6 +79,7 @@ class RouterClient:
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._keep_trying_s = keep_trying_s
+        self._weights_are_pushed = weights_are_pushed
         # a semaphore looks through those that it woke already, which costs more than a request where thousands wait
         self._slots: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         for _ in range(concurrency):
@@ -130,6 +135,8 @@ class RouterClient:
                     return Generation([], [], "abort", "")
                 sent_ns = time.monotonic_ns()
                 generation = generation_of(await self._post(session, body, headers), self.requests)
+                if self._weights_are_pushed:
+                    _require_pushed(generation)
                 generation.sent_ns = sent_ns
                 return generation
             except (_UntakenError, _LostError) as error:
@@ -232,6 +239,12 @@ class RouterClient:
         if self._session is None:
             raise RuntimeError("the client is not open (yet, or any more): use it as 'async with RouterClient(...)'")
         return self._session
+
+
+def _require_pushed(generation: Generation) -> None:
+    for version in (generation.weight_version, *(version for version, _ in generation.version_spans)):
+        if not version.isdecimal():
+            raise _LostError(f"a server answered with the weights {version!r}, which this run never pushed")
 
 
 class _Tries:

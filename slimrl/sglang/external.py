@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimrl.sglang.calls import call
+from slimrl.sglang.calls import answers, call
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
 
 TIMEOUT_S = 10.0
+TOKEN_TIMEOUT_S = 25.0  # a server itself gives up after 20 s
+STARTED_WITH = "default"  # the version of weights that nobody pushed
 FLAG = "--rollout-external-engine-addrs"
 # what a run asks of a server besides generation; all are there in SGLang 0.5.18 and later
 NEEDED_PATHS = (
@@ -47,8 +49,11 @@ class ExternalServer:
             return False
 
 
-def inspect(address: str, hf_checkpoint: str) -> ExternalServer:
-    """The server at "host:port". Raises EngineError with a sentence for each thing that is wrong with it."""
+def inspect(address: str, hf_checkpoint: str, *, weights_come: bool = True) -> ExternalServer:
+    """The server at "host:port". Raises EngineError with a sentence for each thing that is wrong with it.
+
+    Where no `weights_come`, it must have those that it was started with, and not be paused: nobody would change that.
+    """
     url = f"http://{address}"
     try:
         server = call("GET", f"{url}/server_info", timeout_s=TIMEOUT_S)
@@ -61,6 +66,8 @@ def inspect(address: str, hf_checkpoint: str) -> ExternalServer:
             f"{FLAG} {address}: what answers there does not speak as an SGLang server without --api-key: {error}"
         ) from error
     wrong = [*_of_server(server, paths), *_of_model(model, Path(hf_checkpoint))]
+    if not weights_come and not wrong:
+        wrong = [*_of_what_it_holds(url, model)]
     if wrong:
         raise EngineError("\n".join(f"{FLAG} {address}: {sentence}" for sentence in wrong))
     return ExternalServer(url, server["tp_size"], _identity(server))
@@ -105,6 +112,17 @@ def _of_model(model: dict[str, Any], hf_checkpoint: Path) -> Iterator[str]:
         yield (
             f"it serves {model['model_path']}, whose config.json differs from that of --hf-checkpoint {hf_checkpoint}"
             f" in {', '.join(differ)}: serve the model that is trained"
+        )
+
+
+def _of_what_it_holds(url: str, model: dict[str, Any]) -> Iterator[str]:
+    version = model["weight_version"]
+    if version != STARTED_WITH:
+        yield f"it has the weights {version!r} of another run, and --debug-rollout-only pushes none: start it anew"
+    elif not answers(f"{url}/health_generate", TOKEN_TIMEOUT_S):
+        yield (
+            f"it makes no token within {TOKEN_TIMEOUT_S:g} s, as after a push that was cut off:"
+            " POST /continue_generation to it, or start it anew"
         )
 
 

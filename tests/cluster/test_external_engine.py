@@ -1,15 +1,18 @@
-"""A server of the user's that works for long is alive; one that answers nobody is lost, after the time of the flag."""
+"""Servers of the user's: which are taken, that one that works for long is alive, and that a silent one is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 
+import pytest
 from aiohttp import web
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.external_engine import ExternalEngine
-from slimrl.sglang.external import ExternalServer
+from slimrl.sglang.errors import EngineError
+from slimrl.sglang.external import NEEDED_PATHS, ExternalServer
 
 STARTED = (1.0, None, None)
 
@@ -52,3 +55,55 @@ def test_a_server_that_works_for_long_is_alive_and_one_that_is_gone_is_lost():
         )
 
     asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def server_of(folder, version: str, *, makes_tokens: bool = True):
+    """What `inspect` asks a server for; yields its address."""
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(status=200 if makes_tokens else 503)
+
+    model = {"is_generation": True, "model_path": str(folder), "weight_version": version}
+    answers = {
+        "/server_info": {"tp_size": 1, "startup_time": 1.0},
+        "/model_info": model,
+        "/openapi.json": {"paths": dict.fromkeys(NEEDED_PATHS, {})},
+    }
+    app = web.Application()
+    for path, answer in answers.items():
+        app.router.add_get(path, lambda request, answer=answer: web.json_response(answer))
+    app.router.add_get("/health_generate", health)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("version", "makes_tokens", "refusal"),
+    [
+        ("default", True, None),
+        ("17", True, "it has the weights '17' of another run, and --debug-rollout-only pushes none: start it anew"),
+        (
+            "default",
+            False,
+            "it makes no token within 25 s, as after a push that was cut off: POST /continue_generation",
+        ),
+    ],
+)
+def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path, version, makes_tokens, refusal):
+    (tmp_path / "config.json").write_text("{}")
+
+    async def start(*, debug_rollout_only: bool) -> None:
+        async with server_of(tmp_path, version, makes_tokens=makes_tokens) as address:
+            args = Arguments(hf_checkpoint=str(tmp_path), debug_rollout_only=debug_rollout_only)
+            await ExternalEngine(address, 0, args).start(5)
+
+    asyncio.run(start(debug_rollout_only=False))  # a push makes it right
+    expected = pytest.raises(EngineError, match=re.escape(refusal)) if refusal else contextlib.nullcontext()
+    with expected:
+        asyncio.run(start(debug_rollout_only=True))

@@ -53,8 +53,11 @@ async def stand_in(handler, path="/generate", port=0):
         await runner.cleanup()
 
 
-async def generate(url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, **arguments):
-    async with RouterClient(url, [], concurrency=4, request_timeout_s=timeout_s, keep_trying_s=keep_trying_s) as client:
+async def generate(
+    url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, weights_are_pushed: bool = False, **arguments
+):
+    times = {"request_timeout_s": timeout_s, "keep_trying_s": keep_trying_s}
+    async with RouterClient(url, [], concurrency=4, weights_are_pushed=weights_are_pushed, **times) as client:
         return await client.generate([1, 2], {"max_new_tokens": 2, "sampling_seed": 9}, **arguments)
 
 
@@ -239,6 +242,46 @@ def test_the_router_follows_sessions_where_samples_may_be_conversations_and_the_
 def test_an_answer_that_is_none_says_what_is_wrong_with_it(content, message):
     with pytest.raises(EngineUnavailableError, match=message):
         generation_of(content)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"weight_version": "default"},
+        {"weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]},
+    ],
+)
+@pytest.mark.parametrize("pushed", [True, False])
+def test_an_answer_with_weights_that_nobody_pushed_is_not_used(foreign, pushed):
+    calls = 0
+
+    async def handler(request):
+        nonlocal calls
+        calls += 1
+        meta = ANSWER["meta_info"] | (foreign if calls == 1 else {})
+        return web.json_response(ANSWER | {"meta_info": meta})
+
+    async def body():
+        async with stand_in(handler) as url:
+            return await generate(url, weights_are_pushed=pushed)
+
+    answer = asyncio.run(body())
+    versions = {answer.weight_version, *(version for version, _ in answer.version_spans)}
+    assert (calls, "default" in versions) == ((2, False) if pushed else (1, True))
+
+
+def test_a_server_that_never_gets_weights_ends_the_request_by_name():
+    async def handler(request):
+        return web.json_response(ANSWER | {"meta_info": ANSWER["meta_info"] | {"weight_version": "default"}})
+
+    async def body():
+        async with stand_in(handler) as url:
+            await generate(url, weights_are_pushed=True)
+
+    with pytest.raises(
+        EngineUnavailableError, match="the weights 'default', which this run never pushed .tried 7 times"
+    ):
+        asyncio.run(body())
 
 
 def test_a_silent_engine_is_a_time_out():
