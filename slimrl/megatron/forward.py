@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slimrl.algorithms.log_probs import vocab_parallel_log_probs
+from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
 from slimrl.megatron.micro_batch import MicroBatch
@@ -38,6 +39,18 @@ class LogProbSettings:
     keep_logits: bool
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
+
+    @classmethod
+    def from_args(cls, args: Arguments, parallel: ParallelState) -> LogProbSettings:
+        """The settings of a run."""
+        return cls(
+            vocab_size=args.vocab_size,
+            temperature=args.rollout_temperature,
+            chunk_size=args.log_probs_chunk_size,
+            keep_logits=args.keep_logits,
+            tensor_group=parallel.tp_group,
+            context_group=parallel.cp_group,
+        )
 
     def wanted(self, micro_batch: MicroBatch) -> TokensToScore | None:
         """What to ask of the model: None for logits."""

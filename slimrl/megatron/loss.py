@@ -119,33 +119,17 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
     Per token: the sum over trained tokens, counted in trained tokens. Otherwise: the sum over samples of the mean
     over the sample's trained tokens, counted in samples (also the fully masked ones, which add 0).
     """
-    mask = inputs.loss_mask
     inputs = _without_masked_values(inputs)
     if settings.supervised:
         return _supervised_sums(inputs, settings)
     policy = _policy_loss(inputs, settings)
     corrected, corrections = _corrected(policy.loss, inputs, settings)
     trained_tokens, count = _counts(inputs, settings)
-    totals, responses = [total for total, _ in inputs.lengths], [response for _, response in inputs.lengths]
-    noted: dict[str, Tensor] = {}
-    if settings.own_parts.correction is not None:
-        corrected, mask, noted = settings.own_parts.corrected(
-            corrected, inputs.train_log_probs, inputs.rollout_log_probs, mask, totals, responses
-        )
+    corrected, mask, noted = _corrected_by_the_user(corrected, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
-    kl = torch.zeros_like(mask)
-    reduced = None
-    if settings.own_parts.reducer is not None:
-        reduced = settings.own_parts.reduced(corrected, mask, totals, responses, settings.per_token)
+    reduced = _reduced_by_the_user(corrected, mask, inputs, settings)
     per_token = corrected if reduced is None else torch.zeros_like(corrected)
-    if settings.entropy_coef != 0.0:
-        per_token = per_token - settings.entropy_coef * inputs.entropy
-    if inputs.ref_log_probs is not None:
-        kl = kl_estimate(inputs.log_probs, inputs.ref_log_probs, settings.kl_loss_type)
-        if settings.unbiased_kl:
-            kl = importance_ratio(inputs.log_probs, inputs.old_log_probs) * kl
-        if settings.kl_loss_coef != 0.0:
-            per_token = per_token + settings.kl_loss_coef * kl
+    per_token, kl = _with_entropy_and_kl(per_token, inputs, settings)
     loss = masked_sum(per_token, weights)
     if reduced is not None:
         loss = loss + reduced
@@ -175,6 +159,45 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
             maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
             own={name: masked_sum(values.double(), weights.double()) for name, values in noted.items()},
         )
+
+
+def _corrected_by_the_user(
+    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The policy loss per token, the mask to take means with, and values to log, by --custom-tis-function-path."""
+    if settings.own_parts.correction is None:
+        return loss, inputs.loss_mask, {}
+    policies = inputs.train_log_probs, inputs.rollout_log_probs
+    return settings.own_parts.corrected(loss, *policies, inputs.loss_mask, *_lists_of_lengths(inputs))
+
+
+def _reduced_by_the_user(
+    loss: Tensor, mask: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+) -> Tensor | None:
+    """The policy loss as one number, by --custom-pg-loss-reducer-function-path; None without it."""
+    if settings.own_parts.reducer is None:
+        return None
+    return settings.own_parts.reduced(loss, mask, *_lists_of_lengths(inputs), settings.per_token)
+
+
+def _lists_of_lengths(inputs: PolicyLossInputs) -> tuple[list[int], list[int]]:
+    return [total for total, _ in inputs.lengths], [response for _, response in inputs.lengths]
+
+
+def _with_entropy_and_kl(
+    per_token: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+) -> tuple[Tensor, Tensor]:
+    """The loss per token with what the coefficients add to it, and the KL to the reference (0 without one)."""
+    kl = torch.zeros_like(inputs.loss_mask)
+    if settings.entropy_coef != 0.0:
+        per_token = per_token - settings.entropy_coef * inputs.entropy
+    if inputs.ref_log_probs is not None:
+        kl = kl_estimate(inputs.log_probs, inputs.ref_log_probs, settings.kl_loss_type)
+        if settings.unbiased_kl:
+            kl = importance_ratio(inputs.log_probs, inputs.old_log_probs) * kl
+        if settings.kl_loss_coef != 0.0:
+            per_token = per_token + settings.kl_loss_coef * kl
+    return per_token, kl
 
 
 def _counts(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:

@@ -89,11 +89,8 @@ class MegatronTrainer:
         self.parallel = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
         )
-        if rank == 0:
-            for flag in config.kernels_without_effect(args):
-                logger.warning(
-                    "%s asks for what this machine does not have: the plain computation is done instead", flag
-                )
+        for flag in config.kernels_without_effect(args) if rank == 0 else ():
+            logger.warning("%s asks for what this machine does not have: the plain computation is done instead", flag)
         after_initialization(args)
         self.stages = build_stages(args, self.parallel)
         self._reference = self._load_reference()
@@ -112,14 +109,7 @@ class MegatronTrainer:
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
         self.memory = memory_of(self._wrapped, self.optimizer, self.parallel.device)
-        self._log_prob_settings = LogProbSettings(
-            vocab_size=args.vocab_size,
-            temperature=args.rollout_temperature,
-            chunk_size=args.log_probs_chunk_size,
-            keep_logits=args.keep_logits,
-            tensor_group=self.parallel.tp_group,
-            context_group=self.parallel.cp_group,
-        )
+        self._log_prob_settings = LogProbSettings.from_args(args, self.parallel)
         self._loss_settings = PolicyLossSettings.from_args(args)
         self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler)
         self._own_loss = OwnLoss(args, self._log_prob_settings) if self._loss_settings.own else None
