@@ -27,7 +27,7 @@ class SamplingPlan:
 
     @classmethod
     def for_training(cls, args: Arguments) -> SamplingPlan:
-        """From the `--rollout-*` flags; one seed per sample only where the engines are deterministic."""
+        """From the `--rollout-*` flags; one seed per sample only where an engine may be deterministic."""
         base = {
             "temperature": args.rollout_temperature,
             "top_p": args.rollout_top_p,
@@ -39,7 +39,7 @@ class SamplingPlan:
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
         }
-        return cls(base, args.rollout_max_context_len, (args.rollout_seed,) if _deterministic(args) else None)
+        return cls(base, args.rollout_max_context_len, (args.rollout_seed,) if _takes_seeds(args) else None)
 
     @classmethod
     def for_evaluation(cls, args: Arguments, dataset: EvalDataset) -> SamplingPlan:
@@ -59,7 +59,7 @@ class SamplingPlan:
             base["min_new_tokens"] = dataset.min_new_tokens
         if dataset.repetition_penalty is not None:
             base["repetition_penalty"] = dataset.repetition_penalty
-        identity = (args.rollout_seed, "eval", dataset.name) if _deterministic(args) else None
+        identity = (args.rollout_seed, "eval", dataset.name) if _takes_seeds(args) else None
         return cls(base, dataset.max_context_len, identity)
 
     def params(self, sample: Sample, *identity: int | str) -> dict[str, Any]:
@@ -76,5 +76,10 @@ class SamplingPlan:
         return params
 
 
-def _deterministic(args: Arguments) -> bool:
-    return bool(args.sglang_options.get("enable_deterministic_inference"))
+def _takes_seeds(args: Arguments) -> bool:
+    """Whether a deterministic engine may be asked, which without a seed answers every sample of a prompt alike.
+
+    Any external server may be one, also one that its owner starts anew during the run; others ignore the seed.
+    """
+    external = bool(args.rollout_external_engine_addrs)
+    return external or bool(args.sglang_options.get("enable_deterministic_inference"))

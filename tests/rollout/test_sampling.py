@@ -61,6 +61,19 @@ def test_a_seed_is_sent_only_to_deterministic_engines(make_args):
     assert params["sampling_seed"] == sampling_seed(42, 5)
 
 
+def test_servers_of_the_users_are_always_sent_a_seed_because_any_of_them_may_be_deterministic(
+    make_args, make_eval_dataset
+):
+    args = make_args(rollout_external_engine_addrs=["10.0.0.1:30000", "10.0.0.2:30000"])
+    plan = SamplingPlan.for_training(args)
+    assert [plan.params(sample_of(), index)["sampling_seed"] for index in (5, 6)] == [
+        sampling_seed(42, 5),
+        sampling_seed(42, 6),
+    ]
+    evaluation = SamplingPlan.for_evaluation(args, make_eval_dataset(name="sums"))
+    assert evaluation.params(sample_of(), 0, 1)["sampling_seed"] == sampling_seed(42, "eval", "sums", 0, 1)
+
+
 def test_seeds_never_change_between_versions_processes_or_orders():
     # fixed once: a changed hash would break the resume of every running training
     assert [sampling_seed(42, index) for index in range(3)] == [1295844956, 424868566, 1993575685]
