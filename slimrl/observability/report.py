@@ -27,6 +27,7 @@ _FAULTS = {  # what went wrong and was made good, by the name of its count
     "rollout/faults/router_restarts": "router restarts",
     "rollout/faults/requests_resent": "requests sent again",
     "rollout/failed_samples": "failed samples left out",
+    "rollout/staleness/dropped": "groups begun anew, being too old",
 }
 
 
@@ -59,7 +60,9 @@ def print_report(summary: dict[str, Any], console: Console | None = None) -> Non
     console.print(
         f"run {summary['run']['name']}: {len(summary['steps'])} steps, {state}", markup=False, highlight=False
     )
-    console.print(_results_table(summary))
+    results = _results_table(summary)
+    if results.row_count:
+        console.print(results)
     if summary["steps"]:
         print_chart(summary, console)
         console.print(_seconds_table(summary))
@@ -151,6 +154,9 @@ def _results_table(summary: dict[str, Any]) -> Table:
     skipped = sum(step.get("skipped") or 0 for step in summary["steps"])
     if skipped:
         table.add_row("optimizer steps skipped (not finite)", "", f"{skipped:g}")
+    ages = [step["rollout/staleness/mean"] for step in summary["steps"] if "rollout/staleness/mean" in step]
+    if ages and (oldest := max(step.get("rollout/staleness/max") or 0 for step in summary["steps"])):
+        table.add_row("age of the samples in rollouts (mean, largest)", f"{statistics.fmean(ages):.2f}", f"{oldest:g}")
     for name, words in _FAULTS.items():
         if count := sum(step.get(name) or 0 for step in summary["steps"]):
             table.add_row(words, "", f"{count:g}")

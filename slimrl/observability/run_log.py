@@ -68,9 +68,13 @@ class RunLog:
         open_wandb: Callable[[str | None], WandbSettings | None] = lambda earlier_id: None,
         steps_per_rollout: int = 1,
         count_train_steps: bool = False,
+        compares_groups: bool = False,
         paths: dict[str, str] | None = None,
     ) -> None:
         """`open_wandb` is told the W&B run that this one continues, if any. `paths` are further places to name.
+
+        With `compares_groups` the samples of a prompt should differ in their rewards, and the line of a step says when
+        none do.
 
         `steps_per_rollout` counts the optimizer steps of rollouts that the summary no longer knows; with
         `count_train_steps` all axes count optimizer steps.
@@ -80,6 +84,7 @@ class RunLog:
         self._open_wandb = open_wandb
         self._steps_per_rollout = steps_per_rollout
         self._count_train_steps = count_train_steps
+        self._compares_groups = compares_groups
         run = {
             "name": self.run_dir.name,
             "command": shlex.join(sys.argv),
@@ -118,6 +123,7 @@ class RunLog:
             open_wandb=functools.partial(WandbSettings.from_args, args),
             steps_per_rollout=per_rollout,
             count_train_steps=args.wandb_always_use_train_step,
+            compares_groups=args.n_samples_per_prompt > 1 and args.loss_type != "sft_loss",
             paths={name: str(place) for name, place in places.items() if place},
         )
 
@@ -161,7 +167,7 @@ class RunLog:
         """Report a finished step: summary, TensorBoard, one line. Raises KeyError where the reward is missing."""
         train, seconds = self._put(record)
         self._chart(record, train, seconds)
-        logger.info("%s", step_line(record, train, seconds))
+        logger.info("%s", step_line(record, train, seconds, compares_groups=self._compares_groups))
 
     def _put(self, record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
         """The step in the summary, which is written; its training metrics over all optimizer steps, and seconds."""
@@ -279,7 +285,9 @@ def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> s
     return f"{name} {score:.4g}" + (f" ({', '.join(known)})" if known else "")
 
 
-def step_line(record: StepRecord, train: dict[str, float], seconds: dict[str, float]) -> str:
+def step_line(
+    record: StepRecord, train: dict[str, float], seconds: dict[str, float], *, compares_groups: bool = False
+) -> str:
     """`step 12 | reward 0.83 | loss -0.0021 | grad 0.41 | kl 0.0003 | ... | generate 1.2s ... | version 12`."""
     shown = {
         "loss": "loss",
@@ -292,10 +300,26 @@ def step_line(record: StepRecord, train: dict[str, float], seconds: dict[str, fl
     short = {"generate": "generate", "train": "train", "update_weights": "push", "total": "total"}
     if train.get("skipped"):
         parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
-    if failures := record.rollout.get("rollout/reward_failures"):
-        parts.append(f"NO VERDICT on {failures:g} answers")
+    parts += _of_the_samples(record.rollout, compares_groups)
     parts.append(" ".join(f"{label} {seconds[phase]:.1f}s" for phase, label in short.items()))
     return " | ".join([*parts, f"version {record.weight_version}"])
+
+
+def _of_the_samples(rollout: Mapping[str, float], compares_groups: bool) -> list[str]:
+    """What is wrong with a rollout's samples, and with endless generation how old they are."""
+    parts = []
+    if compares_groups and rollout.get("rollout/zero_std/ratio") == 1.0:
+        parts.append("NO SPREAD in any group")
+    if failures := rollout.get("rollout/reward_failures"):
+        parts.append(f"NO VERDICT on {failures:g} answers")
+    if failed := rollout.get("rollout/failed_samples"):
+        parts.append(f"{failed:g} FAILED")
+    if "rollout/staleness/dropped" in rollout and "rollout/staleness/mean" in rollout:
+        mean, most = (rollout[f"rollout/staleness/{name}"] for name in ("mean", "max"))
+        parts.append(f"age {mean:.2g}, at most {most:g}")
+    if dropped := rollout.get("rollout/staleness/dropped"):
+        parts.append(f"{dropped:g} too old")
+    return parts
 
 
 def _now() -> str:

@@ -52,7 +52,25 @@ def test_a_run_without_steps_or_evaluations_can_be_reported(tmp_path, capsys):
     with RunLog(tmp_path, versions={}):
         pass
     assert report.main([str(tmp_path)]) == 0
-    assert "0 steps, completed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "0 steps, completed" in printed
+    assert "before" not in printed  # no table of results without results
+
+
+@pytest.mark.parametrize("ages", [(1.0, 0.25), (0.0, 0.0)])
+def test_the_age_of_the_samples_is_told_where_any_is_older_than_its_weights(tmp_path, capsys, monkeypatch, ages):
+    monkeypatch.setenv("COLUMNS", "140")
+    with RunLog(tmp_path, versions={}) as log:
+        for step, age in enumerate(ages):
+            stale = {"mean": age, "max": 2.0 * age, "dropped": 3.0 * (age > 0)}
+            rollout = {"rollout/raw_reward": 0.5, **{f"rollout/staleness/{name}": is_ for name, is_ in stale.items()}}
+            log.step(StepRecord(step, str(step), rollout, [], {"total": 1.0}))
+    assert report.main([str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    old = any(ages)
+    assert ("age of the samples in rollouts (mean, largest) 0.62 2" in lines) is old
+    assert ("groups begun anew, being too old 6" in lines) is old
+    assert any("age of the samples" in line for line in lines) is old
 
 
 def test_a_missing_or_foreign_file_is_one_sentence(tmp_path, capsys):

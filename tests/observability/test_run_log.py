@@ -9,7 +9,7 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.observability.charts import TensorBoard
-from slimrl.observability.run_log import RunLog, StepRecord, evaluation_words
+from slimrl.observability.run_log import RunLog, StepRecord, evaluation_words, step_line
 from slimrl.observability.summary import load_summary
 
 
@@ -150,6 +150,41 @@ def test_a_log_line_says_what_matters(tmp_path, caplog):
         " | generate 1.2s train 0.4s push 0.1s total 1.8s | version 12",
         "evaluation after 13 steps | addition 0.9 (0% truncated)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"rollout/zero_std/ratio": 1.0}, "NO SPREAD in any group | "),
+        ({"rollout/zero_std/ratio": 0.75, "rollout/failed_samples": 0.0}, ""),
+        ({"rollout/failed_samples": 3.0}, "3 FAILED | "),
+        (
+            {"rollout/staleness/mean": 1.24, "rollout/staleness/max": 2.0, "rollout/staleness/dropped": 0.0},
+            "age 1.2, at most 2 | ",
+        ),
+        (
+            {"rollout/staleness/mean": 1.0, "rollout/staleness/max": 1.0, "rollout/staleness/dropped": 4.0},
+            "age 1, at most 1 | 4 too old | ",
+        ),
+        ({"rollout/staleness/mean": 1.0, "rollout/staleness/max": 1.0}, ""),  # known, but nothing bounds it
+    ],
+)
+def test_a_log_line_says_what_is_wrong_with_the_samples_and_how_old_they_are(rollout, words):
+    entry = record(3, rollout={"rollout/raw_reward": 0.5, **rollout}, train=[])
+    line = step_line(entry, {}, entry.seconds, compares_groups=True)
+    assert line == f"step 3 | reward 0.5 | {words}generate 1.2s train 0.4s push 0.1s total 1.8s | version 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [({"n_samples_per_prompt": 4}, True), ({}, False), ({"n_samples_per_prompt": 4, "loss_type": "sft_loss"}, False)],
+)
+def test_groups_without_spread_are_told_where_samples_of_a_prompt_are_compared(tmp_path, caplog, flags, warned):
+    args = Arguments(run_dir=str(tmp_path), hf_checkpoint="model", **flags)
+    with caplog.at_level(logging.INFO, "slimrl"), RunLog.open(args, {}) as log:
+        logging.getLogger("slimrl").propagate = True
+        log.step(record(0, rollout={"rollout/raw_reward": 0.0, "rollout/zero_std/ratio": 1.0}))
+    assert ("NO SPREAD in any group" in caplog.records[-1].message) is warned
 
 
 def test_phases_that_did_not_happen_count_zero_and_others_are_kept(tmp_path):
