@@ -67,8 +67,10 @@ def test_a_router_that_has_other_servers_is_refused(url, router):
         router.wait_ready(1, 60)
         with pytest.raises(EngineError, match=f"sends requests to {url} already, which the run does not know"):
             running.check()
-    finally:
         running.stop()
+        assert [worker["url"] for worker in router.workers()] == [url]  # somebody else's
+    finally:
+        router.remove_worker(url)
     assert router.workers() == []
     with pytest.raises(EngineUnavailableError, match="cannot be asked for its servers"):
         RunningRouter("127.0.0.1", free_port()).check()
