@@ -11,6 +11,7 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import EvalDataset
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.failures import SampleError
 from slimrl.rollout.metrics import PASS_REWARD, ks_of, length_statistics, mean, pass_at_k
 from slimrl.rollout.prompts import PromptFormat, PromptSet, load_prompts
 from slimrl.rollout.rm_hub import RewardRule
@@ -79,6 +80,7 @@ class Evaluator:
 
     def __init__(self, args: Arguments, tokenizer: Any, maker: SampleMaker) -> None:
         self._maker = maker
+        self._skips = args.skip_failed_samples
         self._sets = [self._load(args, dataset, tokenizer) for dataset in args.eval_datasets]
 
     @property
@@ -119,10 +121,22 @@ class Evaluator:
                 sample.metadata.update(part.dataset.metadata_overrides)
                 params = part.plan.params(sample, row, repeat)
                 work.append(self._maker.make(sample, params, part.policy, rollout_id))
-        made = await gather_or_cancel(work)
+        try:
+            made = await gather_or_cancel(work)
+        except SampleError as error:
+            raise self._of_set(part.dataset, error) from error
         samples = [_only(samples, part.dataset) for samples in made]
         rewards = [sample.reward_value(part.dataset.reward_key) for sample in samples]
         return EvalResult(part.dataset.name, rewards, samples, repeats)
+
+    def _of_set(self, dataset: EvalDataset, error: SampleError) -> SampleError:
+        text = f"evaluation set {dataset.name!r}: {error}"
+        if self._skips and error.by_hook:
+            text += (
+                "\n--skip-failed-samples skips no sample of an evaluation, whose result would be another one: mend the"
+                " function"
+            )
+        return SampleError(text, by_hook=error.by_hook)
 
 
 def _only(samples: list[Sample], dataset: EvalDataset) -> Sample:

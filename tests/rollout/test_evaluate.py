@@ -121,6 +121,21 @@ def test_a_failure_names_the_sample(evaluate, make_eval_dataset, fake_engine):
         evaluate([make_eval_dataset()], fake_engine(reply))
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_function_that_fails_is_skipped_in_no_evaluation_and_the_sentence_says_so(
+    evaluate, make_eval_dataset, tmp_path, monkeypatch, skips
+):
+    (tmp_path / "failing_judge.py").write_text("async def judge(args, sample):\n    return 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    datasets = [make_eval_dataset(), make_eval_dataset(name="hard", custom_rm_path="failing_judge.judge")]
+    with pytest.raises(SampleError) as caught:
+        evaluate(datasets, skip_failed_samples=skips)
+    text = str(caught.value)
+    assert text.startswith("evaluation set 'hard': the reward of sample ")
+    said = "--skip-failed-samples skips no sample of an evaluation, whose result would be another one: mend the function"
+    assert (text.splitlines()[-1] == said) is skips
+
+
 def test_rewards_that_are_dicts_need_a_key(evaluate, make_eval_dataset, tmp_path, monkeypatch):
     (tmp_path / "eval_hooks.py").write_text("async def judge(args, sample):\n    return {'score': 0.25, 'acc': 1}\n")
     monkeypatch.syspath_prepend(tmp_path)
