@@ -37,6 +37,8 @@ class ActorPlace:
 class Engine:
     """The actors of one server, the one with the HTTP server first."""
 
+    what_follows, arrived = "another takes its place", "started"  # in messages: when it is lost, and after `start`
+
     def __init__(self, settings: ServerSettings, parts: Sequence[EnginePart], slots: Slots, place: ActorPlace) -> None:
         """Places one actor per node, on the first slot of its part; `start` starts the processes."""
         self.url: str | None = None

@@ -36,6 +36,8 @@ async def silence_of(url: str, path: str, limit_s: float) -> str:
 class ExternalEngine:
     """One running server; `life` counts how often it went away and came back."""
 
+    what_follows, arrived = "it is left out until it is back", "is back"  # as of `Engine`; nobody starts another
+
     def __init__(self, address: str, index: int, args: Arguments, life: int = 0) -> None:
         self.address, self.index, self.life = address, index, life
         self._args = args

@@ -257,7 +257,7 @@ class Recovery:
         self._counts["servers_lost"] += 1
         self._set_lists()
         log = f" (log: {end.log_path})" if end.log_path is not None else ""
-        self._event(f"{end.what}{log}; another takes its place")
+        self._event(f"{end.what}{log}; {place.engine.what_follows}")
         await asyncio.gather(place.engine.kill(), self._router.settle())
 
     async def _start(self, index: int) -> None:
@@ -275,9 +275,10 @@ class Recovery:
             self._starting.discard(index)
             self._tell_all()
         if self._weights_come:
-            self._event(f"SGLang server {place.engine.name} ({place.engine.url}) started and waits for weights")
+            name, arrived = place.engine.name, place.engine.arrived
+            self._event(f"SGLang server {name} ({place.engine.url}) {arrived} and waits for weights")
         else:
-            await self._admit([place], "started")
+            await self._admit([place], place.engine.arrived)
 
     async def _start_of(self, engine: AnyEngine) -> None:
         """Raises ProcessStartError where a process stands still meanwhile."""

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from slimrl.cluster import recovery as recovery_module
+from slimrl.cluster.engine import Engine
 from slimrl.cluster.engine_actor import ServerEnd
+from slimrl.cluster.external_engine import ExternalEngine
 from slimrl.cluster.health_monitor import HealthFlags, HealthMonitor
 from slimrl.cluster.recovery import MAX_LOSSES, Recovery
 from slimrl.sglang.loads import ServerLoad
@@ -28,6 +30,8 @@ NEVER = HealthFlags(1000.0, 1000.0, 0.0)
 
 class FakeEngine:
     """A server that exists as a list of what was done to it."""
+
+    what_follows, arrived = Engine.what_follows, Engine.arrived
 
     def __init__(self, index: int, life: int = 0, url: str | None = None) -> None:
         self.index, self.life = index, life
@@ -239,6 +243,30 @@ def test_without_training_a_successor_has_its_weights_from_the_start():
             fleet.engines[0].die()
             await until(lambda: client.server_urls == [fleet.engines[0].url] and fleet.engines[0].life == 1)
             await until(lambda: sorted(fleet.router.known) == client.server_urls)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights_come", "lost", "back"),
+    [
+        (Engine, True, "another takes its place", "started and waits for weights"),
+        (ExternalEngine, True, "it is left out until it is back", "is back and waits for weights"),
+        (ExternalEngine, False, "it is left out until it is back", "is back and serves"),
+    ],
+)
+def test_only_a_server_of_the_runs_is_said_to_be_replaced_and_started(monkeypatch, kind, weights_come, lost, back):
+    monkeypatch.setattr(FakeEngine, "what_follows", kind.what_follows)
+    monkeypatch.setattr(FakeEngine, "arrived", kind.arrived)
+
+    async def body():
+        async with recovering(1, weights_come=weights_come) as (recovery, fleet, _, _memory):
+            fleet.engines[0].die()
+            await until(lambda: len(recovery._events) == 2)
+            assert recovery._events == [
+                f"SGLang server 0.0 died with exit code -9 (log: log); {lost}",
+                f"SGLang server 0.1 ({fleet.engines[0].url}) {back}",
+            ]
 
     asyncio.run(body())
 
