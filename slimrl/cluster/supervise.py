@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -57,6 +58,13 @@ class Supervisor:
 
         Raises ProcessDiedError for a death, the task's own exception for a failed call, and WaitedTooLongError.
         """
+        with contextlib.ExitStack() as stack:
+            stack.callback(_read_by_nobody, refs)
+            self._wait(refs, awaited, progress)
+            stack.pop_all()
+        return ray.get(list(refs))
+
+    def _wait(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None) -> None:
         pending = list(dict.fromkeys(refs))
         wait = Wait(self._patience, awaited)
         while pending:
@@ -77,13 +85,13 @@ class Supervisor:
                     raise ProcessDiedError(self._message(ref))
                 pending.remove(ref)
                 self._raise_failure(ref)
-        return ray.get(list(refs))
 
     def _act(self, attendant: Attendant) -> None:
         """Nobody attends to the waits in which it acts itself."""
         self._attendant = None
         try:
-            attendant.act()
+            with self._deaths_named():
+                attendant.act()
         finally:
             self._attendant = attendant
 
@@ -95,8 +103,13 @@ class Supervisor:
             return describe(error)
 
     def _raise_failure(self, ref: ObjectRef) -> None:
-        try:
+        with self._deaths_named():
             ray.get(ref)
+
+    @contextlib.contextmanager
+    def _deaths_named(self) -> Iterator[None]:
+        try:
+            yield
         except RayActorError as error:
             raise ProcessDiedError(self._who_died(error)) from error
         except RayTaskError as error:
@@ -113,3 +126,9 @@ class Supervisor:
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=3.0) if self._watches else ([], [])
         if ready:
             raise ProcessDiedError(self._message(ready[0])) from error
+
+
+def _read_by_nobody(refs: Sequence[ObjectRef]) -> None:
+    """Takes the results of a call that failed whenever they come: Ray writes failures that nobody fetches to stderr."""
+    for ref in refs:
+        ref.future()
