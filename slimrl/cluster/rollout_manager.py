@@ -137,7 +137,6 @@ class RolloutManager:
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
             keep_trying_s=KEEP_TRYING_S if self._args.use_fault_tolerance else KEEP_TRYING_WITHOUT_RECOVERY_S,
             weights_are_pushed=not self._args.debug_rollout_only,
-            weights_are_pushed=not self._args.debug_rollout_only,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([ServerControl(endpoint.url) for endpoint in self._fleet.endpoints])
