@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="let the tokenizer's folder bring code of its own"
     )
-    parser.add_argument("--reward-key", help="the entry to show where rewards are dicts")
+    parser.add_argument("--reward-key", help="the entry to sort by where rewards are dicts (that of the run)")
     parser.add_argument("--force", action="store_true", help="replace the page where it exists")
     return parser.parse_args(argv)
 

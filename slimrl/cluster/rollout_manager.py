@@ -270,7 +270,7 @@ class RolloutManager:
         rewards = rewards_of(self._args, samples)
         metrics = all_metrics(self._args, samples, rewards.raw.tolist(), seconds) | self._request_metrics(len(samples))
         metrics |= {**staleness_metrics(rollout_id, samples), **output.metrics, **await self._faults()}
-        self._dump(rollout_id, samples, metrics)
+        self._dump(rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
         shares = self._schedule(training_batch(self._args, samples, rewards))
         versions = {version for sample in samples for version in sample.weight_versions}
         versions |= {version for sample in samples for version, _ in sample.version_spans if version}
@@ -315,16 +315,26 @@ class RolloutManager:
             results = await self._generator.evaluate(rollout_id)
         samples = [sample for result in results.values() for sample in result.samples]
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
-        self._dump(rollout_id, samples, metrics, evaluation=True)
+        keys = {dataset.name: dataset.reward_key for dataset in self._args.eval_datasets}
+        of_samples = [keys.get(name) for name, result in results.items() for _ in result.samples]
+        self._dump(rollout_id, samples, metrics, of_samples, evaluation=True)
         scalars = reported_scalars(self._args, rollout_id, results)
         return {name: EvaluationReport(result.mean_reward, scalars[name]) for name, result in results.items()}
 
     def _dump(
-        self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], *, evaluation: bool = False
+        self,
+        rollout_id: int,
+        samples: list[Sample],
+        metrics: dict[str, float],
+        reward_keys: Sequence[str | None],
+        *,
+        evaluation: bool = False,
     ) -> None:
         template = self._args.save_debug_rollout_data
         if template:
-            dump.save_rollout(template, rollout_id, samples, metrics=metrics, evaluation=evaluation)
+            dump.save_rollout(
+                template, rollout_id, samples, metrics=metrics, evaluation=evaluation, reward_keys=reward_keys
+            )
 
     async def close(self) -> None:
         """Ends the client, the router and the servers."""

@@ -5,8 +5,10 @@ Written by the rollout manager on `--save-debug-rollout-data`, read on `--load-d
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,6 +23,11 @@ class RolloutDump(NamedTuple):
 
     header: dict[str, Any]
     samples: list[Sample]
+
+    def reward_keys(self) -> list[str | None]:
+        """For each sample the entry of its reward that counts where that is a dict, as far as the dump says it."""
+        known = [key for key, count in self.header.get("reward_keys", []) for _ in range(count)]
+        return known or [None] * len(self.samples)
 
 
 @runtime_checkable
@@ -47,8 +54,11 @@ def save_rollout(
     *,
     metrics: dict[str, float] | None = None,
     evaluation: bool = False,
+    reward_keys: Sequence[str | None] = (),
 ) -> Path:
     """Write a rollout and return its path. A file of that name is replaced in one move, as when a run is resumed.
+
+    `reward_keys` are one per sample, or none where rewards are no dicts.
 
     Raises TypeError, naming the sample, where one holds something that JSON cannot express.
     """
@@ -61,6 +71,8 @@ def save_rollout(
         "samples": len(samples),
         "metrics": metrics or {},
     }
+    if any(reward_keys):
+        header["reward_keys"] = [[key, len(list(same))] for key, same in itertools.groupby(reward_keys)]
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "w", encoding="utf-8") as file:

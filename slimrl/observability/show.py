@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from slimrl.data import version_spans
 from slimrl.data.sample import Sample
 from slimrl.observability.dump import RolloutDump, read_dump
-from slimrl.observability.viewer import prompt_text
+from slimrl.observability.viewer import prompt_text, reward_text
+
+_REWARD_WIDTH = 32  # characters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--chars", type=int, default=2000, help="characters kept of each text, end and beginning (2000)"
     )
+    parser.add_argument("--reward-key", help="the entry in the table where rewards are dicts (the one of the run)")
     options = parser.parse_args(argv)
     try:
         dump = read_dump(options.dump)
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    _print(dump, chosen, options.chars)
+    _print(dump, chosen, options.chars, options.reward_key)
     return 0
 
 
@@ -47,7 +50,7 @@ def _choose(samples: list[Sample], indices: list[int], limit: int) -> list[Sampl
     return [by_index[index] for index in indices]
 
 
-def _print(dump: RolloutDump, chosen: list[Sample], chars: int) -> None:
+def _print(dump: RolloutDump, chosen: list[Sample], chars: int, reward_key: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -55,21 +58,24 @@ def _print(dump: RolloutDump, chosen: list[Sample], chars: int) -> None:
     kind = "evaluation" if dump.header["evaluation"] else "rollout"
     table = Table(title=f"{kind} {dump.header['rollout_id']}: {len(dump.samples)} samples", title_justify="left")
     for name in ("sample", "group", "status", "reward", "prompt", "response", "mean logprob", "weights"):
-        table.add_column(name, justify="left" if name in ("status", "reward") else "right")
-    for sample in dump.samples:
-        table.add_row(*_row(sample))
+        if name == "reward":  # a dict leaves room for the others
+            table.add_column(name, no_wrap=True, max_width=_REWARD_WIDTH)
+        else:
+            table.add_column(name, justify="left" if name == "status" else "right")
+    for sample, key in zip(dump.samples, dump.reward_keys(), strict=True):
+        table.add_row(*_row(sample, reward_key or key))
     console.print(table)
     for sample in chosen:
         _print_sample(console, sample, chars)
 
 
-def _row(sample: Sample) -> list[str]:
+def _row(sample: Sample, reward_key: str | None) -> list[str]:
     log_probs = sample.rollout_log_probs
     return [
         str(sample.index),
         str(sample.group_index),
         sample.status.value + (" (removed)" if sample.remove_sample else ""),
-        _reward(sample),
+        _reward(sample, reward_key),
         str(sample.prompt_length),
         str(sample.response_length),
         f"{statistics.fmean(log_probs):.3f}" if log_probs else "",
@@ -77,8 +83,9 @@ def _row(sample: Sample) -> list[str]:
     ]
 
 
-def _reward(sample: Sample) -> str:
-    return f"{sample.reward:g}" if isinstance(sample.reward, int | float) else str(sample.reward)
+def _reward(sample: Sample, reward_key: str | None) -> str:
+    value = sample.reward.get(reward_key) if isinstance(sample.reward, dict) else sample.reward
+    return f"{value:g}" if isinstance(value, int | float) else reward_text(sample)
 
 
 def _print_sample(console: object, sample: Sample, chars: int) -> None:
@@ -93,7 +100,12 @@ def _print_sample(console: object, sample: Sample, chars: int) -> None:
         parts.append(Text(f"label: {sample.label}", style="dim"))
     if len(sample.version_spans) > 1:
         parts.append(Text(f"weights: {version_spans.shown(sample.version_spans)}", style="dim"))
-    title = Text(f"sample {sample.index} | reward {_reward(sample)} | {sample.status.value}")
+    reward = ""
+    if isinstance(sample.reward, dict):  # as long as it may be
+        parts.append(Text(f"reward: {reward_text(sample)}", style="dim"))
+    else:
+        reward = f"reward {_reward(sample, None)} | "
+    title = Text(f"sample {sample.index} | {reward}{sample.status.value}")
     console.print(Panel(Group(*parts), title=title, title_align="left"))
 
 

@@ -24,15 +24,19 @@ _PREVIEW = 160  # characters of prompt and response in the table
 def page(dumps: Sequence[RolloutDump], tokenizer: Decoder | None, *, reward_key: str | None = None) -> str:
     """HTML of all samples in `dumps`. Without `tokenizer` a response is one piece of text without colours.
 
-    `reward_key` names the entry to sort by where rewards are dicts. Raises ValueError where it is missing in one.
+    `reward_key` names the entry to sort by where rewards are dicts, instead of the one that a dump names. Raises
+    ValueError where it is missing in one.
     """
     import jinja2
 
     tokenizer = None if tokenizer is None else RememberingDecoder(tokenizer)
-    samples = [(_rollout_name(dump), sample) for dump in dumps for sample in dump.samples]
-    names = [f"{rollout}/{sample.index}" for rollout, sample in samples]
-    data = [_details(name, sample, tokenizer, reward_key) for name, (_, sample) in zip(names, samples, strict=True)]
-    rows = [_row(name, sample, reward_key) for name, (_, sample) in zip(names, samples, strict=True)]
+    samples = [
+        (f"{_rollout_name(dump)}/{sample.index}", sample, reward_key or key)
+        for dump in dumps
+        for sample, key in zip(dump.samples, dump.reward_keys(), strict=True)
+    ]
+    data = [_details(name, sample, tokenizer) for name, sample, _ in samples]
+    rows = [_row(name, sample, key) for name, sample, key in samples]
     files = resources.files("slimrl.observability") / "viewer_page"
     text = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
     titles = ", ".join(_rollout_name(dump) for dump in dumps)
@@ -89,11 +93,16 @@ def prompt_text(sample: Sample) -> str:
     return "\n".join(f"[{message.get('role')}] {message.get('content')}" for message in sample.prompt)
 
 
-def _details(name: str, sample: Sample, tokenizer: Decoder | None, reward_key: str | None) -> dict[str, Any]:
+def reward_text(sample: Sample) -> str:
+    """The whole reward on one line."""
+    return json.dumps(sample.reward, ensure_ascii=False) if isinstance(sample.reward, dict) else str(sample.reward)
+
+
+def _details(name: str, sample: Sample, tokenizer: Decoder | None) -> dict[str, Any]:
     facts = {
         "group": sample.group_index,
         "status": sample.status.value,
-        "reward": sample.reward if reward_key is None else json.dumps(sample.reward),
+        "reward": None if sample.reward is None else reward_text(sample),
         "label": sample.label,
         "tokens": f"{sample.prompt_length} + {sample.response_length}",
         "weight versions": version_spans.shown(sample.version_spans)

@@ -121,6 +121,31 @@ def test_show_prints_a_table_and_the_chosen_samples_word_for_word(tmp_path, caps
     assert "it is [3]" not in printed
 
 
+def test_the_entries_that_count_are_kept_for_each_sample_and_absent_where_rewards_are_numbers(tmp_path):
+    keys = ["accuracy", "accuracy", None, "score"]
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, make_samples(), reward_keys=keys)
+    assert read_dump(path).header["reward_keys"] == [["accuracy", 2], [None, 1], ["score", 1]]
+    assert read_dump(path).reward_keys() == keys
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 1, make_samples(), reward_keys=[None] * 4)
+    assert "reward_keys" not in read_dump(path).header
+    assert read_dump(path).reward_keys() == [None] * 4
+
+
+@pytest.mark.parametrize(("flags", "shown"), [([], "0.25"), (["--reward-key", "length"], "7")])
+def test_show_has_the_entry_that_counts_in_the_table_and_the_whole_reward_on_one_line(
+    tmp_path, capsys, monkeypatch, flags, shown
+):
+    monkeypatch.setenv("COLUMNS", "100")
+    reward = {"accuracy": 0.25, "length": 7, "reason": "it is nearly right"}
+    sample = Sample(prompt="p", index=0, group_index=0, tokens=[1, 2], response_length=1, reward=reward)
+    path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, [sample], reward_keys=["accuracy"])
+    assert show.main([str(path), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("│ ") and "pending" in line]
+    assert row.split("│")[4].strip() == shown
+    assert any('reward: {"accuracy": 0.25, "length": 7, "reason": "it is nearly right"}' in line for line in lines)
+
+
 def test_show_refuses_what_it_cannot_find(tmp_path, capsys):
     path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, make_samples())
     assert show.main([str(path), "--sample", "9"]) == 2

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.observability import viewer
 from slimrl.observability.dump import RolloutDump, save_rollout
 from slimrl.observability.token_text import token_pieces
 from slimrl.observability.viewer import page
@@ -109,6 +110,17 @@ def test_several_rollouts_have_samples_of_their_own_and_their_mean_metrics():
     text = page([dump(7, 0.5), dump(8, 0.25)], None)
     assert [entry["name"] for entry in data_of(text)] == ["7/0", "7/1", "8/0", "8/1"]
     assert "<dt>raw_reward</dt><dd>0.375</dd>" in text
+
+
+@pytest.mark.parametrize(("flag", "rewards"), [(None, [0.25, 7.0]), ("length", [3.0, 7.0])])
+def test_the_page_sorts_by_the_entry_of_the_reward_that_the_run_trained_on_or_another(monkeypatch, flag, rewards):
+    rows: list[dict] = []
+    monkeypatch.setattr(viewer, "_table", lambda of_page: rows.extend(of_page) or "")
+    header, samples = dump()
+    samples[0].reward, samples[1].reward = {"score": 0.25, "length": 3}, {"length": 7}
+    text = page([RolloutDump({**header, "reward_keys": [["score", 1], ["length", 1]]}, samples)], None, reward_key=flag)
+    assert [entry["facts"]["reward"] for entry in data_of(text)] == ['{"score": 0.25, "length": 3}', '{"length": 7}']
+    assert [row["reward"] for row in rows] == rewards
 
 
 def test_the_page_asks_for_nothing_from_the_network():
