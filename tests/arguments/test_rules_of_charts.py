@@ -1,4 +1,4 @@
-"""Rules about TensorBoard, Weights & Biases and Prometheus: each lets its neighbours pass and says what is wrong."""
+"""Rules about charts, Prometheus and the timeline: each lets its neighbours pass and says what is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sentences(recipe, more: str) -> list[str]:
 
 def test_all_rules_of_the_theme_are_tested_here():
     names = {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".charts")}
-    assert names == {"charts_have_their_switch", "wandb_is_installed", "prometheus_port_is_free"}
+    assert names == {"charts_have_their_switch", "timeline_is_on", "wandb_is_installed", "prometheus_port_is_free"}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,8 @@ def test_all_rules_of_the_theme_are_tested_here():
         "--use-tensorboard --tensorboard-dir charts --tb-project-name p --tb-experiment-name e",
         "--use-wandb --wandb-mode offline --wandb-key k --wandb-group g --wandb-run-id r --disable-wandb-random-suffix",
         "--use-tensorboard --wandb-always-use-train-step",
+        "--timeline-requests 3",
+        "--no-timeline",
         "--log-multi-turn --log-passrate --log-correct-samples --log-reward-category acc",
     ],
 )
@@ -54,6 +56,10 @@ def test_flags_that_belong_together_pass(recipe, flags):
             "--wandb-always-use-train-step",
             "--wandb-always-use-train-step belongs to --use-wandb or --use-tensorboard: add one of them, or leave it"
             " out.",
+        ),
+        (
+            "--no-timeline --timeline-requests 3",
+            "--timeline-requests 3 belongs to a run with a timeline: leave --no-timeline out, or this.",
         ),
         (
             "--prometheus-port 70000",

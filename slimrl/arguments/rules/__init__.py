@@ -61,6 +61,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     paths.recorded_rollouts_have_one_use,
     paths.checks_have_their_switch,
     charts.charts_have_their_switch,
+    charts.timeline_is_on,
     profiling.profiling_flags_have_their_switch,
     profiling.profiler_has_something_to_profile,
     profiling.memory_record_has_training,

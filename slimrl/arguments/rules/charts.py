@@ -1,4 +1,4 @@
-"""Rules about where metrics go: TensorBoard, Weights & Biases, Prometheus."""
+"""Rules about what is recorded where: TensorBoard, Weights & Biases, Prometheus, the timeline."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def charts_have_their_switch(args: Arguments, context: Context) -> Iterator[Prob
             "--wandb-always-use-train-step",
             "--wandb-always-use-train-step belongs to --use-wandb or --use-tensorboard: add one of them, or leave it"
             " out.",
+        )
+
+
+def timeline_is_on(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What a timeline shows has one."""
+    if "timeline_requests" in context.given and not args.timeline:
+        yield Problem(
+            "--timeline-requests",
+            f"--timeline-requests {args.timeline_requests} belongs to a run with a timeline: leave --no-timeline out,"
+            " or this.",
         )
 
 
