@@ -1,8 +1,9 @@
 """Tells a server that works from one that only looks alive.
 
-A server is ill when one of these lasts for the whole `timeout_s`: it does not answer; one of its processes is stopped;
-its scheduler neither says anything by itself nor answers a question (outside of a push of weights: there it may wait
-for others). One that is paused, or whose memory is released, answers all of this and is well. Used by `recovery`.
+A server is ill when one of these lasts for the whole `timeout_s`: it does not answer; one of its processes is stopped,
+or the actor that would know does not answer; its scheduler neither says anything by itself nor answers a question
+(outside of a push of weights: there it may wait for others). One that is paused, or whose memory is released, answers
+all of this and is well. Used by `recovery`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class HealthMonitor:
         """Pending while no process of a server that is starting is stopped for too long; then which."""
         while True:
             await asyncio.sleep(self._flags.interval_s)
-            if (what := await self._lasting(lambda: self._stopped(server))) is not None:
+            if (what := await self._lasting(lambda: self._stopped_processes(server))) is not None:
                 return what
 
     async def probe(self, server: Watched) -> str | None:
@@ -124,6 +125,12 @@ class HealthMonitor:
         return "has not answered" if load.running is None else None
 
     async def _stopped(self, server: Watched) -> str | None:
+        try:
+            return await asyncio.wait_for(self._stopped_processes(server), self._flags.timeout_s)
+        except TimeoutError:
+            return "has had an actor that does not answer"
+
+    async def _stopped_processes(self, server: Watched) -> str | None:
         names = await server.stopped()
         return f"has had stopped processes, {', '.join(names)}," if names else None
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -32,10 +33,13 @@ from slimrl.weights.roles import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 3  # of one place, without a rollout that a server there helped to complete
+MAX_LOSSES = 3  # of one place in a row
 KEEP_TRYING_S = READY_TIMEOUT_S + 300.0  # a request waits so long for a server: the only one may have to start anew
 DEATH_GRACE_S = 1.0  # until a death is noticed
 LOAD_TIMEOUT_S = 2.0
+LOG_TIMEOUT_S = 5.0
+START_LIMIT_S = READY_TIMEOUT_S + 60.0  # also where the actor never answers
+LONG_LIFE_S = 600.0  # of a server whose loss does not count with those before it
 
 
 class Phase(enum.Enum):
@@ -52,8 +56,14 @@ class _Place:
 
     engine: AnyEngine
     phase: Phase = Phase.SERVING
-    losses: int = 0
+    losses: int = 0  # in a row
+    since: float = dataclasses.field(default_factory=time.monotonic)  # its last change
     blamed: asyncio.Future[str] = dataclasses.field(default_factory=asyncio.Future)
+
+    def losses_with_this(self) -> int:
+        """The server there is lost: how many were in a row, where one that served for long begins a new row."""
+        served_long = self.phase is Phase.SERVING and time.monotonic() - self.since >= LONG_LIFE_S
+        return 1 if served_long else self.losses + 1
 
     def has(self, engine: AnyEngine) -> bool:
         """Whether `engine` is there: neither lost nor replaced."""
@@ -135,6 +145,9 @@ class Recovery:
     async def release_memory(self) -> None:
         """As `EngineMemory.release`, once no server is starting; none starts until all memory is back."""
         self._keep_off = True
+        if self._starting:
+            names = ", ".join(self._places[index].engine.name for index in sorted(self._starting))
+            self._event(f"training waits for the start of SGLang server {names}, which has the memory that it needs")
         while self._starting:
             await self._change()
         async with self._memory_turn:
@@ -215,9 +228,10 @@ class Recovery:
         place = self._places[index]
         end = await self._end_of(place)
         while True:
-            place.losses += 1
+            place.losses = place.losses_with_this()
             if place.losses >= MAX_LOSSES:
-                return f"{end}\nit was lost {place.losses} times in a row, without a rollout that it helped to complete"
+                why = f"without a rollout that it helped to complete, or {LONG_LIFE_S:g} s of service, in between"
+                return f"{end}\nit was lost {place.losses} times in a row, {why}"
             await self._retire(place, end)
             while self._keep_off and not (self._monitor.pushing and not self._any_left()):
                 await self._change()
@@ -247,8 +261,8 @@ class Recovery:
             for watch in (death, illness):
                 watch.cancel()
         log, lines = None, ""
-        with contextlib.suppress(RayActorError):
-            log, lines = await engine.last_log_lines()
+        with contextlib.suppress(RayActorError, TimeoutError):
+            log, lines = await asyncio.wait_for(engine.last_log_lines(), LOG_TIMEOUT_S)
         return ServerEnd(f"SGLang server {engine.name} ({engine.url}) {what}", log, lines)
 
     async def _retire(self, place: _Place, end: ServerEnd) -> None:
@@ -281,11 +295,15 @@ class Recovery:
             await self._admit([place], place.engine.arrived)
 
     async def _start_of(self, engine: AnyEngine) -> None:
-        """Raises ProcessStartError where a process stands still meanwhile."""
+        """Raises ProcessStartError where a process stands still meanwhile, or the start never ends."""
         start = asyncio.ensure_future(engine.start(READY_TIMEOUT_S))
         standstill = asyncio.ensure_future(self._monitor.standstill(engine))
         try:
-            await asyncio.wait([start, standstill], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [start, standstill], timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise ProcessStartError(f"it was not there after {START_LIMIT_S:g} s")
             if not start.done():
                 raise ProcessStartError(f"it {standstill.result()}")
             start.result()
@@ -295,7 +313,7 @@ class Recovery:
 
     async def _admit(self, places: Sequence[_Place], what: str) -> None:
         for place in places:
-            place.phase = Phase.SERVING
+            place.phase, place.since = Phase.SERVING, time.monotonic()
             self._counts["servers_replaced"] += 1
         if places:
             self._set_lists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 
 from slimrl.cluster.fleet import POLL_INTERVAL_S, ROUTER_READY_TIMEOUT_S
@@ -19,9 +20,11 @@ from slimrl.sglang.router import RouterProcess
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 3  # without a complete rollout in between
+MAX_LOSSES = 3  # in a row
 SETTLE_TIMEOUT_S = 10.0  # for the router to take a server in; one that dies meanwhile never comes
 SETTLE_INTERVAL_S = 5.0
+LONG_LIFE_S = 600.0  # of a router whose loss does not count with those before it
+RESTART_PAUSE_S = 5.0  # after a start that failed: whoever took its port may give it back
 
 
 class RouterKeeper:
@@ -34,7 +37,7 @@ class RouterKeeper:
         serving: Callable[[], list[str]],
         tell: Callable[[str], None],
     ) -> None:
-        self.losses = 0  # since the last complete rollout
+        self.losses = 0  # in a row: since the last complete rollout, or a long life
         self._router, self._monitor = router, monitor
         self._serving, self._tell = serving, tell
         self._first_log = router.log_path  # None: a router of the user's, which its owner starts again
@@ -52,10 +55,13 @@ class RouterKeeper:
         name, settling = f"the SGLang router ({self._router.url})", asyncio.ensure_future(self._settle_for_ever())
         try:
             while True:
+                since = time.monotonic()
                 what = await self._loss()
-                self.losses += 1
+                self.losses = 1 if time.monotonic() - since >= LONG_LIFE_S else self.losses + 1
                 if self.losses >= MAX_LOSSES:
-                    why = f"it was lost {self.losses} times without a complete rollout"
+                    why = (
+                        f"it was lost {self.losses} times without a complete rollout, or {LONG_LIFE_S:g} s, in between"
+                    )
                     return f"{name} {what}; last lines of its log:\n{self._router.last_log_lines(20)}\n{why}"
                 log = f" (log: {self._router.log_path})" if self._router.log_path is not None else ""
                 self._tell(f"{name} {what}{log}; it is started again")
@@ -63,7 +69,9 @@ class RouterKeeper:
                     try:
                         await asyncio.to_thread(self._restart)
                     except (ProcessStartError, EngineError) as error:
-                        logger.warning("%s did not start: %s", name, error)
+                        port = self._router.port
+                        self._tell(f"{name} did not start, maybe because its port {port} is taken: {error}")
+                        await asyncio.sleep(RESTART_PAUSE_S)
                         continue
                 self._restarts += 1
                 await self.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from typing import Any
 
 from slimrl.sglang.calls import call
 from slimrl.sglang.errors import EngineError
@@ -24,11 +25,17 @@ class ServerLoad:
 
 
 def load_of(server_url: str, timeout_s: float) -> ServerLoad:
-    """Asks the server, for at most `timeout_s`; over its data-parallel copies the sums and the oldest sign."""
+    """Asks the server, for at most `timeout_s`; over its data-parallel copies the sums and the oldest sign.
+
+    An answer that is none (a load without numbers, the page of a proxy) counts as no answer.
+    """
     try:
-        answer = call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s)
-    except EngineError:
+        return _read(server_url, call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s))
+    except (EngineError, KeyError, TypeError, ValueError):
         return ServerLoad(server_url)
+
+
+def _read(server_url: str, answer: dict[str, Any]) -> ServerLoad:
     loads = answer["loads"]
     now = datetime.datetime.fromisoformat(answer["timestamp"]).timestamp()  # the server's clock, not ours
     return ServerLoad(

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from slimrl.cluster import recovery as recovery_module
+from slimrl.cluster import router_keeper
 from slimrl.cluster.engine import Engine
 from slimrl.cluster.engine_actor import ServerEnd
 from slimrl.cluster.external_engine import ExternalEngine
 from slimrl.cluster.health_monitor import HealthFlags, HealthMonitor
 from slimrl.cluster.recovery import MAX_LOSSES, Recovery
+from slimrl.processes import ProcessStartError
 from slimrl.sglang.loads import ServerLoad
 from slimrl.sglang.memory import EVERYTHING, EngineMemory
 from slimrl.weights.roles import EngineEndpoint
@@ -68,7 +70,7 @@ class FakeEngine:
 class FakeRouter:
     """A router that knows servers, and can die."""
 
-    url, log_path = "http://127.0.0.1:1", Path("logs/router.log")
+    url, port, log_path = "http://127.0.0.1:1", 1, Path("logs/router.log")
 
     def __init__(self) -> None:
         self.known: list[str] = []
@@ -411,6 +413,118 @@ def test_a_server_that_does_not_answer_or_is_stopped_is_ill():
 
         server.stopped = stopped
         assert "has had stopped processes, sglang::scheduler (7), for 0.2 s" in probed(server)
+
+
+@pytest.mark.timeout(20)
+def test_a_server_whose_actor_hangs_is_ill():
+    with StandIn() as server:
+
+        async def stopped():
+            await asyncio.Event().wait()
+
+        server.stopped = stopped
+        assert "has had an actor that does not answer for 0.2 s" in probed(server)
+
+
+@pytest.mark.timeout(20)
+def test_a_log_that_nobody_reads_out_and_a_start_that_never_ends_stop_no_replacement(monkeypatch):
+    monkeypatch.setattr(recovery_module, "LOG_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(recovery_module, "START_LIMIT_S", 0.05)
+
+    async def hang(*_):
+        await asyncio.Event().wait()
+
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, _memory):
+            fleet.engines[0].last_log_lines = hang
+            renew, starts = fleet.renew, [hang]
+
+            def renewed(index: int) -> FakeEngine:
+                engine = renew(index)
+                if starts:
+                    engine.start = starts.pop()
+                return engine
+
+            fleet.renew = renewed
+            recovery._blame(recovery._places[0], fleet.engines[0], "failed a call")
+            await until(lambda: recovery._places[0].phase.value == "waiting")
+            assert fleet.engines[0].life == 2
+            assert any("did not start: it was not there after 0.05 s" in line for line in recovery._events)
+
+    asyncio.run(body())
+
+
+def test_losses_with_a_long_service_in_between_are_not_in_a_row(monkeypatch):
+    monkeypatch.setattr(recovery_module, "LONG_LIFE_S", 0.0)
+
+    async def body():
+        async with recovering(1, weights_come=False) as (recovery, fleet, client, _):
+            for life in range(MAX_LOSSES + 1):
+                await until(lambda life=life: fleet.engines[0].life == life and client.server_urls)
+                fleet.engines[0].die()
+                await until(lambda life=life: fleet.engines[0].life == life + 1)
+            assert recovery._places[0].losses == 1
+
+    asyncio.run(body())
+
+
+def test_training_that_waits_for_the_start_of_a_server_says_so():
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, memory):
+            memory.release = lambda: None
+            renew, started = fleet.renew, asyncio.Event()
+
+            def renewed(index: int) -> FakeEngine:
+                engine = renew(index)
+                engine.start = lambda _: started.wait()
+                return engine
+
+            fleet.renew = renewed
+            fleet.engines[0].die()
+            await until(lambda: fleet.engines[0].life == 1)
+            release = asyncio.create_task(recovery.release_memory())
+            line = (await asyncio.wait_for(recovery.news(1), 10)).lines[0]
+            assert line == "training waits for the start of SGLang server 0.1, which has the memory that it needs"
+            assert not release.done()
+            started.set()
+            await asyncio.wait_for(release, 10)
+
+    asyncio.run(body())
+
+
+def test_a_router_that_cannot_start_is_tried_again_after_a_pause_and_its_port_is_named(monkeypatch):
+    monkeypatch.setattr(router_keeper, "RESTART_PAUSE_S", 0.5)
+
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, _memory):
+            restart, tries = fleet.router.restart, []
+
+            def restarted(log_path: Path) -> None:
+                tries.append(time.monotonic())
+                if len(tries) == 1:
+                    raise ProcessStartError("it died with exit code 1")
+                restart(log_path)
+
+            fleet.router.restart = restarted
+            fleet.router.code = -9
+            await until(lambda: fleet.router.known == [fleet.engines[0].url] and len(tries) == 2)
+            assert tries[1] - tries[0] >= 0.5
+            assert any("maybe because its port 1 is taken: it died with exit code 1" in e for e in recovery._events)
+
+    asyncio.run(body())
+
+
+def test_losses_of_the_router_with_a_long_life_in_between_are_not_in_a_row(monkeypatch):
+    monkeypatch.setattr(router_keeper, "LONG_LIFE_S", 0.0)
+
+    async def body():
+        async with recovering(1) as (recovery, fleet, _, _memory):
+            for restarts in range(1, MAX_LOSSES + 2):
+                fleet.router.code = -9
+                await until(lambda restarts=restarts: len(fleet.router.logs) == restarts)
+                await until(lambda: fleet.router.known == [fleet.engines[0].url])
+
+    asyncio.run(body())
 
 
 def test_a_server_that_took_part_in_a_complete_rollout_may_die_again():

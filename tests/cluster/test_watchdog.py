@@ -193,3 +193,23 @@ def test_a_servers_load_is_the_sum_over_its_copies_and_the_oldest_sign():
         url = f"http://127.0.0.1:{server.server_port}"
         assert load_of(url, 10.0) == ServerLoad(url, 4, 2, 30.0, True)
     assert load_of(url, 1.0) == ServerLoad(url)
+
+
+@pytest.mark.parametrize(
+    "body", ['{"loads": []}', '{"timestamp": 7, "loads": []}', '{"loads": [{}]}', "a proxy", "[1]", "{"]
+)
+def test_an_answer_that_is_no_load_counts_as_none(body):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert load_of(url, 10.0) == ServerLoad(url)
