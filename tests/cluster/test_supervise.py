@@ -71,10 +71,10 @@ def heeding(monkeypatch, error: Exception) -> Supervisor:
 def test_news_that_end_with_their_actor_name_who_died(monkeypatch):
     supervisor = heeding(monkeypatch, ActorDiedError())
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
-        supervisor.get(["call"], Awaited("a call", lambda _: ""))
+        supervisor.get([Call()], Awaited("a call", lambda _: ""))
 
 
 def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
     supervisor = heeding(monkeypatch, RayTaskError("news", "", ValueError("an echo")))
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
-        supervisor.get(["call"], Awaited("a call", lambda _: ""))
+        supervisor.get([Call()], Awaited("a call", lambda _: ""))
