@@ -1,0 +1,76 @@
+"""Functions of a user's for runs of generation without end, and that generation, one step at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
+from slimrl.rollout.generate import RolloutGenerator
+from tests.rollout.test_continuous import GoingOnEngine
+
+HERE = "tests.rollout.endless_functions"
+
+
+async def turns(count: int) -> None:
+    """So many turns of the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def endless(args, tokenizer, engine=None, source=None, requests=1000):
+    """A generator whose generation without end is to be begun with `weights_are`, its data source and its engine."""
+    source = source or RolloutDataSource(args, tokenizer)
+    engine = engine or GoingOnEngine(1000, 0, 0)
+    generator = RolloutGenerator(args, tokenizer, engine)
+    generator.generate_on(source, requests)
+    try:
+        yield generator, source, engine
+    finally:
+        await generator.end()
+
+
+async def fails_now_and_then(args, sample):
+    """A reward that fails for one group in seven."""
+    await turns(sample.index % 5)
+    if sample.group_index % 7 == 3:
+        raise ValueError("mine")
+    return float(sample.index % 2)
+
+
+def raises_at_six(args, samples, **options):
+    """A filter that fails for one group."""
+    if samples[0].group_index == 6:
+        raise RuntimeError("boom")
+    return DynamicFilterOutput(True)
+
+
+async def attaches(args, sample):
+    """A reward that leaves what it knows at the sample, the kinds that come easily."""
+    sample.my_note = "an attribute that is no field"
+    sample.metadata |= {"score": np.float64(0.5), "count": np.int32(3), "parts": (np.float32(0.25), "a")}
+    return np.float64(1.0)
+
+
+async def leaves_an_object(args, sample):
+    """A reward that leaves what no checkpoint can hold."""
+    sample.metadata["scores"] = [1.0, {"all": np.ones(3)}]
+    return 1.0
+
+
+async def changes_in_place(args, sample):
+    """A reward that changes what the sample has in its lists and dicts."""
+    for column in (sample.tokens, sample.loss_mask, sample.rollout_log_probs):
+        column[0] = 77
+    sample.version_spans[0][0] = "77"
+    sample.metadata["seen"]["by"].append(sample.index)
+    return 1.0
+
+
+def notes_its_rollout(args, sample, rollout_id, evaluation):
+    """A sample hook."""
+    sample.metadata["begun_for"] = rollout_id

@@ -1,0 +1,161 @@
+"""What a checkpoint holds of the groups that were drawn and not trained on: packed, plain, and read again as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import enum
+import io
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.megatron.checkpoint_folder import encode_data_state
+from slimrl.rollout import drawn
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.drawn import Drawn, Finished
+from slimrl.rollout.plain_data import plain_data
+from tests.rollout.endless_functions import HERE, endless
+from tests.rollout.test_continuous import scripted
+
+
+def through_a_checkpoint(state: dict) -> dict:
+    return torch.load(io.BytesIO(encode_data_state(state)), weights_only=True)
+
+
+def finished_sample(**changes) -> Sample:
+    values = {
+        "prompt": "1+1=",
+        "group_index": 0,
+        "index": 1,
+        "tokens": [150_000, 3, 0, 2**31, 7],
+        "response": "two",
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "rollout_log_probs": [-0.1, -1e-300, -17.25],
+        "version_spans": [["3", 2], ["", 1]],
+        "reward": {"score": 0.5},
+        "status": SampleStatus.COMPLETED,
+        "metadata": {"level": 3, "words": ["a", ("b", None, True)]},
+    }
+    return Sample(**{**values, **changes})
+
+
+def test_groups_come_out_of_a_checkpoint_as_they_went_in(make_args, tokenizer):
+    source = RolloutDataSource(make_args(), tokenizer)
+    (under_way,) = source.get_samples(1)
+    ones = [finished_sample(), finished_sample(loss_mask=None, rollout_log_probs=None, tokens=[])]
+    odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # a function's own
+    state = Drawn([under_way], [Finished([*ones, odd], under_way, 3)]).added_to(source.state_dict())
+    resumed = RolloutDataSource(make_args(), tokenizer)
+    (found,) = drawn.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
+    assert (found.group, found.drawn, found.oldest) == ([*ones, odd], under_way, 3)
+    assert resumed.get_samples(2) == [under_way, *source.get_samples(1)]
+
+
+def test_a_column_is_one_text_of_eight_bytes_a_token_and_a_checkpoint_with_lists_is_read_too(make_args, tokenizer):
+    source = RolloutDataSource(make_args(), tokenizer)
+    state = Drawn([[finished_sample()]], []).added_to(source.state_dict())
+    ((packed,),) = state["drawn"]["under_way"]
+    assert np.frombuffer(base64.b64decode(packed["tokens"]), "<i8").tolist() == [150_000, 3, 0, 2**31, 7]
+    assert np.frombuffer(base64.b64decode(packed["rollout_log_probs"]), "<f8").tolist() == [-0.1, -1e-300, -17.25]
+    assert np.frombuffer(base64.b64decode(packed["loss_mask"]), "i1").tolist() == [1, 0, 1]
+    state["drawn"]["under_way"] = [[finished_sample().to_dict()]]
+    resumed = RolloutDataSource(make_args(), tokenizer)
+    drawn.restore(resumed, state, keeps_finished=True)
+    assert resumed.get_samples(1) == [[finished_sample()]]
+
+
+def test_what_a_function_attaches_and_numpys_numbers_do_not_keep_a_run_from_being_resumed(
+    make_args, tokenizer, tmp_path
+):
+    args = scripted(
+        make_args,
+        custom_rm_path=f"{HERE}.attaches",
+        rollout_all_samples_process_path=None,
+        save=str(tmp_path),
+    )
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, _):
+            generator.continuous.weights_are(0, 9)
+            await generator.continuous.drain()
+            return await generator.generate_rollout(0, source)
+
+    output = asyncio.run(main())
+    state = through_a_checkpoint(output.data_state)
+    ones = drawn.restore(RolloutDataSource(args, tokenizer), state, keeps_finished=True)
+    assert len(ones) == 8
+    for sample in (sample for one in ones for sample in one.group):
+        assert sample.metadata == {"score": 0.5, "count": 3, "parts": (0.25, "a")}
+        assert (type(sample.metadata["score"]), type(sample.reward)) == (float, float)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_no_checkpoint_can_hold_is_named_when_the_group_comes_in_where_the_run_saves(
+    make_args, tokenizer, tmp_path, saves
+):
+    args = scripted(
+        make_args,
+        custom_rm_path=f"{HERE}.leaves_an_object",
+        rollout_all_samples_process_path=None,
+        save=str(tmp_path) if saves else None,
+    )
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, _):
+            generator.continuous.weights_are(0, 9)
+            return await generator.generate_rollout(0, source, saved=False)
+
+    if not saves:
+        assert len(asyncio.run(main()).groups) == 4
+        return
+    sentence = (
+        r"sample \d+: its metadata cannot be saved in a checkpoint: \['scores'\]\[1\]\['all'\] is of type numpy.ndarray"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        asyncio.run(main())
+
+
+class Level(enum.IntEnum):
+    HARD = 3
+
+
+class Name(enum.StrEnum):
+    SUM = "sum"
+
+
+@dataclasses.dataclass
+class Verdict:
+    right: bool
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Level.HARD, 3),
+        (Name.SUM, "sum"),
+        (np.bool_(True), True),
+        (torch.tensor(2.5), 2.5),
+        (Counter("aab"), {"a": 2, "b": 1}),
+        ({Name.SUM: [Level.HARD]}, {"sum": [3]}),
+        ((1, [2.5, None]), (1, [2.5, None])),
+        (True, True),
+        (2**70, 2**70),
+    ],
+)
+def test_what_stands_for_plain_data_becomes_plain(value, plain):
+    made = plain_data(value)
+    assert made == plain and type(made) is type(plain)
+    assert through_a_checkpoint({"value": made}) == {"value": plain}
+
+
+def test_what_stands_for_nothing_plain_is_refused_by_its_place():
+    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is of type .*\.Verdict$"):
+        plain_data({"a": [Verdict(True)]})
+    with pytest.raises(TypeError, match=r"^it is of type builtins.set$"):
+        plain_data({1})

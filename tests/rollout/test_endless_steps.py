@@ -1,0 +1,305 @@
+"""Generation without end, one step at a time: failures, skipped pushes, what is too old, what came from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.hooks import HookFailedError
+from slimrl.rollout import drawn
+from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.drawn import Finished
+from slimrl.rollout.engine import Generation
+from slimrl.rollout.failures import SampleError
+from tests.rollout.endless_functions import HERE, endless, turns
+from tests.rollout.test_continuous import GoingOnEngine, left, scripted
+
+
+@pytest.fixture
+def make(make_args):
+    """Arguments of generation without end, that keep no books."""
+    return lambda **changes: scripted(make_args, **{"rollout_all_samples_process_path": None, **changes})
+
+
+def numbers(groups: list[list[Sample]]) -> list[int]:
+    return [group[0].group_index for group in groups]
+
+
+def versions(groups: list[list[Sample]]) -> set[str]:
+    return {version for group in groups for sample in group for version, _ in sample.version_spans}
+
+
+def test_after_a_filter_has_failed_nothing_is_handed_out_that_a_checkpoint_could_follow(make, tokenizer):
+    args = make(dynamic_sampling_filter_path=f"{HERE}.raises_at_six")
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, _):
+            generator.continuous.weights_are(0, 9)
+            await turns(400)  # a batch of four is there
+            assert generator.progress() == (8, 8)
+            with pytest.raises(HookFailedError, match="boom"):
+                await generator.generate_rollout(0, source)
+
+    asyncio.run(main())
+
+
+def test_a_failure_with_the_last_group_on_its_way_is_told_by_the_drain(make, tokenizer):
+    args = make(rollout_batch_size=1, max_weight_staleness=0, custom_rm_path=f"{HERE}.fails_now_and_then")
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, engine):
+            for rollout in range(3):
+                engine.version = rollout
+                generator.continuous.weights_are(rollout, 9)
+                await generator.generate_rollout(rollout, source)
+            generator.continuous.weights_are(3, 9)
+            await turns(400)
+            with pytest.raises(SampleError, match="group 3"):
+                await generator.continuous.drain()
+
+    asyncio.run(main())
+
+
+async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1000, slots=1000):
+    """As train_async.py with `--update-weights-interval`: asks for the next rollout before it trains on this one."""
+    outputs = []
+    async with endless(args, tokenizer, GoingOnEngine(slots, 3, 0), requests=requests) as (generator, source, engine):
+        engine.version = start
+        generator.continuous.weights_are(start, end)
+        work = asyncio.create_task(generator.generate_rollout(start, source))
+        try:
+            for rollout in range(start, end):
+                outputs.append(await asyncio.wait_for(work, 10))
+                if rollout + 1 < end:
+                    work = asyncio.create_task(generator.generate_rollout(rollout + 1, source))
+                await turns(40)
+                if (rollout + 1) % interval == 0 or rollout + 1 == end:
+                    if drained:
+                        await asyncio.wait_for(generator.continuous.drain(), 10)
+                        assert engine.in_flight == 0
+                    engine.version = rollout + 1
+                    generator.continuous.weights_are(rollout + 1, end)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+    return outputs
+
+
+@pytest.mark.parametrize(("interval", "bound"), [(1, 0), (2, 1), (3, 2), (3, 3), (4, 3)])
+@pytest.mark.parametrize(("start", "drained"), [(0, False), (1, True), (5, False), (5, True)])
+@pytest.mark.parametrize(("requests", "slots"), [(1000, 1000), (1, 2)])
+def test_the_bound_holds_where_pushes_are_skipped(make, tokenizer, interval, bound, start, drained, requests, slots):
+    args = make(max_weight_staleness=bound, n_samples_per_prompt=3)
+    options = {"drained": drained, "requests": requests, "slots": slots}
+    outputs = asyncio.run(rollouts(args, tokenizer, interval, start, 12, **options))
+    assert len(outputs) == 12 - start
+    oldest = [rollout - min(map(int, versions(o.groups))) for rollout, o in enumerate(outputs, start)]
+    assert max(oldest) <= bound
+    assert max(oldest) >= interval - 1  # between two pushes nothing newer is there
+    assert sum(output.metrics["rollout/staleness/dropped"] for output in outputs) == 0
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_groups_in_which_a_function_failed_are_left_out_and_counted_and_others_take_their_place(
+    make, tokenizer, drained
+):
+    args = make(
+        rollout_batch_size=30,
+        custom_rm_path=f"{HERE}.fails_now_and_then",
+        skip_failed_samples=True,
+        max_failed_samples=1000,
+        max_weight_staleness=1,
+    )
+    outputs = asyncio.run(rollouts(args, tokenizer, 1, 0, 5, drained=drained))
+    trained = [number for output in outputs for number in numbers(output.groups)]
+    assert len(trained) == len(set(trained)) == 150 and not any(number % 7 == 3 for number in trained)
+    failed = sum(output.metrics["rollout/failed_samples"] for output in outputs)
+    in_between = [number for number in range(max(trained)) if number not in trained]
+    assert failed == len(in_between) == sum(number % 7 == 3 for number in range(max(trained)))
+
+
+def carried_over(args, tokenizer, count: int, **changes) -> dict:
+    """The state of a data source with `count` unfinished groups of an earlier run, of two response tokens each."""
+    source = RolloutDataSource(args, tokenizer)
+    groups = source.get_samples(count)
+    for sample in (sample for group in groups for sample in group):
+        sample.tokens, sample.response_length = [*sample.tokens, 1, 2], 2
+        sample.loss_mask, sample.rollout_log_probs, sample.status = [1, 1], [-1.0, -1.0], SampleStatus.ABORTED
+        for name, value in changes.items():
+            setattr(sample, name, value)
+    source.add_samples(groups)
+    return json.loads(json.dumps(source.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("carried", "dropped"),
+    [
+        ({"weight_versions": ["1"]}, 0),  # as a slimrl wrote that knew of no spans: begun anew at once
+        ({"weight_versions": ["4"], "version_spans": [["4", 2]]}, 4),  # known to be old: when it is finished
+        ({"weight_versions": ["9"], "version_spans": [["9", 2]]}, 0),  # weights that are yet to come
+        ({}, 0),
+    ],
+)
+def test_what_unknown_or_too_old_weights_began_is_trained_on_from_its_prompt_alone(make, tokenizer, carried, dropped):
+    args = make(max_weight_staleness=1)
+    state = carried_over(args, tokenizer, 4, **carried)
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, engine):
+            engine.version = 6
+            generator.continuous.restore(drawn.restore(source, state, keeps_finished=True))
+            generator.continuous.weights_are(6, 7)
+            output = await generator.generate_rollout(6, source)
+        assert sorted(numbers(output.groups)) == [0, 1, 2, 3]
+        for sample in (sample for group in output.groups for sample in group):
+            assert sample.version_spans == [["6", sample.response_length]] and sample.weight_versions == ["6"]
+        assert output.metrics["rollout/staleness/dropped"] == dropped
+
+    asyncio.run(main())
+
+
+def finished(source: RolloutDataSource, count: int, version: int) -> list[Finished]:
+    """Groups as `version` would have finished them."""
+    made = []
+    for group in source.get_samples(count):
+        done = [
+            Sample(**{**vars(sample), "tokens": [*sample.tokens, 5], "response_length": 1, "loss_mask": [1]})
+            for sample in group
+        ]
+        for sample in done:
+            sample.rollout_log_probs, sample.version_spans = [-1.0], [[str(version), 1]]
+            sample.reward, sample.status = 1.0, SampleStatus.COMPLETED
+        made.append(Finished(done, group, version))
+    return made
+
+
+def test_finished_groups_of_weights_that_are_yet_to_come_begin_anew(make, tokenizer):
+    args = make(max_weight_staleness=1)
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, _):
+            generator.continuous.restore(finished(source, 4, 7))
+            generator.continuous.weights_are(0, 1)  # --start-rollout-id 0
+            output = await generator.generate_rollout(0, source)
+        assert sorted(numbers(output.groups)) == [0, 1, 2, 3] and versions(output.groups) == {"0"}
+
+    asyncio.run(main())
+
+
+def test_finished_groups_that_the_next_rollout_cannot_take_any_more_begin_anew_before_it_is_asked_for(make, tokenizer):
+    args = make(rollout_batch_size=2, max_weight_staleness=1)
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, engine):
+            engine.version = 6
+            generator.continuous.restore(finished(source, 6, 5))
+            generator.continuous.weights_are(6, 9)
+            first = await generator.generate_rollout(6, source)
+            second = await generator.generate_rollout(7, source)  # without a push between
+        assert versions(first.groups) == {"5"} and versions(second.groups) == {"6"}
+        assert first.metrics["rollout/staleness/dropped"] + second.metrics["rollout/staleness/dropped"] == 4
+
+    asyncio.run(main())
+
+
+class Gated(GoingOnEngine):
+    """Its requests end when `gate` is set; it does not say which weights it has."""
+
+    def __init__(self) -> None:
+        super().__init__(1000, 0, 0)
+        self.gate = asyncio.Event()
+
+    async def generate(self, input_ids, sampling_params, session_id=None):
+        self.in_flight += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.in_flight -= 1
+        return Generation([3], [-1.0], "stop", "default")
+
+    async def abort_all(self):
+        self.gate.set()
+
+
+def test_where_the_engines_do_not_say_their_weights_a_group_is_as_old_as_those_it_began_with(make, tokenizer):
+    args = make(max_weight_staleness=2)
+
+    async def main():
+        async with endless(args, tokenizer, Gated()) as (generator, source, engine):
+            stream = generator.continuous
+            stream.weights_are(0, 9)
+            await turns(5)
+            stream.weights_are(1, 9)
+            engine.gate.set()
+            await stream.drain()
+            assert Counter(one.oldest for one in stream.drawn().finished) == {0: 12, 1: 4}
+
+    asyncio.run(main())
+
+
+def test_servers_that_are_replaced_while_a_run_drains_do_not_set_generation_going_again(make, tokenizer):
+    args = make(max_weight_staleness=2)
+
+    async def main():
+        engine = GoingOnEngine(1000, 3, 0)
+        async with endless(args, tokenizer, engine, requests=2) as (generator, _, _):  # a group at a time
+            stream = generator.continuous
+            stream.weights_are(0, 9)
+            await turns(5)
+            draining = asyncio.create_task(stream.drain())
+            await turns(5)
+            stream.weights_are(0, 9)
+            await asyncio.wait_for(draining, 10)
+            assert engine.in_flight == 0
+            assert len(stream.drawn().finished) <= 3  # there is room for twelve
+
+    asyncio.run(main())
+
+
+def test_functions_are_told_the_rollout_that_was_next_when_the_group_began(make, tokenizer):
+    args = make(rollout_sample_hook_path=[f"{HERE}.notes_its_rollout"], max_weight_staleness=0)
+    outputs = asyncio.run(rollouts(args, tokenizer, 1, 0, 4, drained=False))
+    begun = [{sample.metadata["begun_for"] for group in output.groups for sample in group} for output in outputs]
+    assert begun == [{0}, {1}, {2}, {3}]
+
+
+def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_drawn(make, tokenizer):
+    args = make(custom_rm_path=f"{HERE}.changes_in_place", max_weight_staleness=4)
+
+    async def main():
+        async with endless(args, tokenizer) as (generator, source, engine):
+            engine.version = 6
+            state = carried_over(
+                args, tokenizer, 4, version_spans=[["6", 2]], weight_versions=["6"], metadata={"seen": {"by": []}}
+            )
+            drawn.restore(source, state, keeps_finished=True)
+            generator.continuous.weights_are(6, 7)
+            await generator.continuous.drain()
+            ones = generator.continuous.drawn().finished
+            assert {sample.tokens[0] for one in ones for sample in one.group} == {77}
+            for sample in (sample for one in ones for sample in one.drawn):
+                assert sample.tokens == [*tokenizer(sample.prompt, add_special_tokens=False)["input_ids"], 1, 2]
+                assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 1], [-1.0, -1.0])
+                assert (sample.version_spans, sample.weight_versions) == ([["6", 2]], ["6"])
+                assert sample.metadata["seen"] == {"by": []}
+
+    asyncio.run(main())
+
+
+def test_where_the_data_stand_is_said_only_where_it_is_saved(make, tokenizer):
+    async def main():
+        async with endless(make(), tokenizer) as (generator, source, engine):
+            generator.continuous.weights_are(0, 9)
+            first = await generator.generate_rollout(0, source, saved=False)
+            engine.version = 1
+            generator.continuous.weights_are(1, 9)
+            second = await generator.generate_rollout(1, source)
+        assert first.data_state is None
+        known = numbers(first.groups) + numbers(second.groups) + left(second.data_state)
+        assert sorted(known) == list(range(second.data_state["next_group_index"]))
+
+    asyncio.run(main())
