@@ -1,5 +1,6 @@
 """A data source of the user's takes the built-in one's place, is checked at the start and goes on after a restart."""
 
+import asyncio
 import json
 import sys
 
@@ -11,6 +12,8 @@ from slimrl.arguments.rules.hook_paths import hooks_keep_their_contracts
 from slimrl.hooks import HookError, HookFailedError
 from slimrl.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slimrl.rollout.own_data_source import open_data_source
+from tests.rollout.endless_functions import endless
+from tests.rollout.test_continuous import scripted
 
 SOURCE = """
 import json, pathlib
@@ -76,6 +79,7 @@ class Mute(Forgetful):
 number = 3
 """
 MODULE = "slimrl_data_source_under_test"
+SAVED = [[], ["place_1"], ["place_1"], ["place_1", "place_3"]]
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +159,31 @@ def test_a_class_that_keeps_files_saves_after_each_rollout_and_loads_the_one_it_
     resumed.load_state_dict(states[1])
     assert [group[0].label for group in resumed.get_samples(2)] == [5, 6]
     assert sorted(path.name for path in tmp_path.glob("place_*")) == ["place_0", "place_1", "place_2"]
+
+
+def test_endless_generation_saves_once_under_the_rollout_that_a_checkpoint_follows(
+    opened, make_args, tokenizer, tmp_path
+):
+    changes = {"save": str(tmp_path), "data_source_path": f"{MODULE}.Saving", "rollout_all_samples_process_path": None}
+    args, source = scripted(make_args, max_weight_staleness=1, **changes), opened("Saving", save=str(tmp_path))
+
+    async def main():
+        outputs = []
+        async with endless(args, tokenizer, source=source) as (generator, _, engine):
+            for rollout in range(4):
+                engine.version = rollout
+                generator.continuous.weights_are(rollout, 9)
+                outputs.append(await generator.generate_rollout(rollout, source, saved=rollout % 2 == 1))
+                assert sorted(path.name for path in tmp_path.glob("place_*")) == SAVED[rollout]
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert [output.data_state and output.data_state["saved_after"] for output in outputs] == [None, 1, None, 3]
+    known = [group[0].group_index for output in outputs for group in output.groups] + [
+        group[0]["group_index"] for group in outputs[3].data_state["drawn"]["under_way"]
+    ]
+    known += [one["group"][0]["group_index"] for one in outputs[3].data_state["drawn"]["finished"]]
+    assert sorted(known) == list(range(int((tmp_path / "place_3").read_text())))
 
 
 def test_without_a_folder_for_checkpoints_nothing_is_saved(opened, tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.staleness import anew, may_go, oldest_version, staleness_metrics
+from slimrl.rollout.staleness import anew, is_of_other_weights, may_go, oldest_version, staleness_metrics
 
 
 def sample(*spans, mask=None) -> Sample:
@@ -58,6 +60,30 @@ def test_a_sample_begins_anew_from_its_prompt():
     old.metadata = {"level": 3, "turn_starts": [0, 1], "non_generation_time": 0.5, "start_rollout_id": 4}
     assert anew(old).metadata == {"level": 3}  # what is the prompt's own stays
     assert len(old.metadata) == 4
+
+
+def test_a_sample_is_of_other_weights_where_trained_tokens_are_of_unknown_or_of_later_ones():
+    assert not is_of_other_weights(sample(("4", 2), ("6", 1)), 6)
+    assert is_of_other_weights(sample(("4", 2), ("7", 1)), 6)
+    assert is_of_other_weights(sample(("default", 2)), 6)
+    assert is_of_other_weights(sample(("4", 2), ("", 1)), 6)
+    assert not is_of_other_weights(sample(("4", 2), ("", 1), mask=[1, 1, 0]), 6)  # the words of a tool
+    short = sample(("4", 2))
+    short.tokens, short.response_length, short.loss_mask = [*short.tokens, 9], 3, [1, 1, 1]
+    assert is_of_other_weights(short, 6)  # its spans do not reach to the end
+
+
+def test_a_response_that_no_engine_drew_is_of_no_weights():
+    brought = Sample("p", tokens=[0, 1, 2], response_length=2, loss_mask=[1, 1], status=SampleStatus.COMPLETED)
+    assert not is_of_other_weights(brought, 6) and not is_of_other_weights(Sample("p"), 6)
+    for drawn in ({"status": SampleStatus.ABORTED}, {"weight_versions": ["3"]}, {"metadata": {"start_rollout_id": 3}}):
+        assert is_of_other_weights(dataclasses.replace(brought, **drawn), 6)
+
+
+def test_a_rollout_does_not_wait_where_its_own_groups_are_as_pressed_as_those_that_it_would_wait_for():
+    assert may_go(5, [5], [5])
+    assert may_go(5, [5, 6], [6, 6, 6])  # four of the five have to go into the next four places
+    assert not may_go(5, [6, 7], [6, 6, 6])
 
 
 @given(

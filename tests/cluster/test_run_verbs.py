@@ -1,0 +1,124 @@
+"""The driver's verbs around a push: servers that are replaced while it waits, and what is saved when."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.cluster import train_group
+from slimrl.cluster.run import Run
+from slimrl.cluster.train_group import TrainGroup
+from slimrl.observability.timeline_recorder import Timeline
+
+
+class Remote:
+    """An actor of which every method notes its call, and answers with that."""
+
+    def __init__(self, calls: list) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name):
+        def remote(*arguments):
+            self._calls.append((name, *arguments))
+            return name, *arguments
+
+        return SimpleNamespace(remote=remote)
+
+
+class World:
+    """The supervisor, the trainers and the joining in one; `lost_in` is the wait in which the last server is lost."""
+
+    def __init__(self, lost_in: str | None) -> None:
+        self.calls: list[tuple] = []
+        self.waits: list[str] = []
+        self._lost_in = lost_in
+        self._rescue = None
+        self.last_push: dict[str, float] = {}
+
+    def get(self, refs, awaited, progress=None):
+        self.waits.append(awaited.what)
+        self._lose(refs[0][0])
+        return list(refs)
+
+    @contextlib.contextmanager
+    def while_idle(self, version, rescue):
+        self._rescue = rescue
+        self._lose("idle")
+        yield
+        self._rescue = None
+
+    def push(self, version, update):
+        update(version)
+
+    def update_weights(self, version):
+        self.calls.append(("push", version))
+
+    def progress(self):
+        return 0, 0
+
+    def train(self, rollout_id, batches, update):
+        return [{}]
+
+    def _lose(self, where: str) -> None:
+        if where == self._lost_in and self._rescue is not None:
+            self._lost_in = None
+            self._rescue()
+
+
+def run_in(world: World, **changes) -> Run:
+    values = {"num_rollout": 9, "update_weights_in_flight": False, "max_weight_staleness": 2}
+    args = Arguments(**{**values, **changes})
+    return Run(args, 0, world, Remote(world.calls), world, None, Timeline.open(args, "driver"), world)
+
+
+@pytest.mark.parametrize("lost_in", ["idle", "drain", None])
+def test_servers_rescued_while_requests_are_drained_are_not_pushed_to_again_and_generation_goes_on(lost_in):
+    world = World(lost_in)
+    run = run_in(world)
+    run.update_weights(0)
+    run.train(SimpleNamespace(rollout_id=0, metrics={}, batches=[]))
+    run.make_way(("generate", 1))
+    run.update_weights(1)
+    assert [call for call in world.calls if call[0] == "push"] == [("push", 0), ("push", 1)]
+    assert world.calls[-1] == ("weights_are", 1, 9)  # whatever the drain held back
+    assert run.weight_version == 1
+
+
+def test_the_weights_that_trainers_hold_are_pushed_again_where_no_server_has_them():
+    world = World("drain")
+    run = run_in(world)
+    run.update_weights(0)
+    run.make_way(("generate", 1))
+    assert [call for call in world.calls if call[0] == "push"] == [("push", 0), ("push", 0)]
+
+
+def test_a_wait_for_groups_on_their_way_is_not_called_one_for_a_rollout():
+    world = World(None)
+    run = run_in(world)
+    generation = run.start_generation(4)
+    run.make_way(generation)
+    assert world.waits == ["the groups on their way"]
+    one_ahead = World(None)
+    run = run_in(one_ahead, max_weight_staleness=None)
+    run.make_way(run.start_generation(4))
+    assert one_ahead.waits == ["generate of rollout 4"]
+
+
+@pytest.mark.parametrize(("save", "saved"), [(None, [False] * 9), ("folder", [False, True] * 4 + [True])])
+def test_generation_is_told_for_which_rollouts_a_checkpoint_is_written(save, saved):
+    world = World(None)
+    run = run_in(world, save=save, save_interval=2)
+    for rollout_id in range(9):
+        run.start_generation(rollout_id)
+    assert world.calls == [("generate", rollout_id, saves) for rollout_id, saves in enumerate(saved)]
+
+
+def test_rank_0_alone_is_given_the_data_state(monkeypatch):
+    monkeypatch.setattr(train_group, "_of", lambda workers, what: SimpleNamespace(what=what))
+    group, calls = TrainGroup.__new__(TrainGroup), []
+    group.workers, group._supervisor = [Remote(calls) for _ in range(3)], World(None)
+    group.save(7, {"offset": 3})
+    assert calls == [("call", "save", 7, {"offset": 3}), ("call", "save", 7, None), ("call", "save", 7, None)]

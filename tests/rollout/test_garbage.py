@@ -1,0 +1,26 @@
+"""Which garbage is collected between two rollouts."""
+
+import gc
+import weakref
+
+from slimrl.rollout.garbage import collect_between_rollouts
+
+
+class Knot:
+    """Holds itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_lived_long_is_walked_through_only_where_no_samples_are_held():
+    old = Knot()
+    gc.collect()
+    gc.collect()  # now it is in the oldest generation
+    young = Knot()
+    watched = weakref.ref(old), weakref.ref(young)
+    del old, young
+    collect_between_rollouts(samples_are_held=True)
+    assert [knot() is None for knot in watched] == [False, True]
+    collect_between_rollouts(samples_are_held=False)
+    assert [knot() is None for knot in watched] == [True, True]
