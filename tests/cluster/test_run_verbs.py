@@ -60,7 +60,7 @@ class World:
         return 0, 0
 
     def train(self, rollout_id, batches, update):
-        return [{}]
+        return []
 
     def _lose(self, where: str) -> None:
         if where == self._lost_in and self._rescue is not None:
