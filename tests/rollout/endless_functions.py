@@ -7,6 +7,7 @@ import contextlib
 
 import numpy as np
 
+from slimrl.data.sample import SampleStatus
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
 from slimrl.rollout.generate import RolloutGenerator
@@ -62,13 +63,14 @@ async def leaves_an_object(args, sample):
     return 1.0
 
 
-async def changes_in_place(args, sample):
-    """A reward that changes what the sample has in its lists and dicts."""
+async def changes_in_place(args, sample, sampling_params):
+    """A generation that changes what the sample has in its lists and dicts."""
     for column in (sample.tokens, sample.loss_mask, sample.rollout_log_probs):
         column[0] = 77
-    sample.version_spans[0][0] = "77"
+    sample.version_spans[0][0], sample.weight_versions[0] = "5", "5"
     sample.metadata["seen"]["by"].append(sample.index)
-    return 1.0
+    sample.status = SampleStatus.COMPLETED
+    return sample
 
 
 def notes_its_rollout(args, sample, rollout_id, evaluation):

@@ -268,7 +268,7 @@ def test_functions_are_told_the_rollout_that_was_next_when_the_group_began(make,
 
 
 def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_drawn(make, tokenizer):
-    args = make(custom_rm_path=f"{HERE}.changes_in_place", max_weight_staleness=4)
+    args = make(custom_generate_function_path=f"{HERE}.changes_in_place", max_weight_staleness=4)
 
     async def main():
         async with endless(args, tokenizer) as (generator, source, engine):
