@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray
 
 from slimrl import platform
@@ -26,6 +27,8 @@ GPU_DEFAULTS = {
 GUARDED = {"RAY_kill_child_processes_on_worker_exit": "0"}
 # Where the driver sees no GPU its workers see none, even on slots that Ray numbers.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+DAEMON_END_TIMEOUT_S = 3.0
 
 
 class SlotsMissingError(RuntimeError):
@@ -50,11 +53,11 @@ def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]
     options = {"log_to_driver": False, "logging_level": log_level}
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
-        with _own_signal_handler():
-            if os.environ.get("RAY_ADDRESS"):
+        if os.environ.get("RAY_ADDRESS"):
+            with _own_signal_handler():
                 ray.init(**options)
-            else:
-                _start_local(stack, slots_needed, options)
+        else:
+            _start_local(stack, slots_needed, options)
         check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
         yield
 
@@ -65,19 +68,59 @@ def _start_local(stack: contextlib.ExitStack, slots: int, options: dict[str, Any
     stack.enter_context(folder)
     stack.callback(ray.shutdown)  # before the folder goes
     logical = {"num_gpus": slots} if platform.is_cpu() else {}
-    with _visible_to_ray(bool(logical)):
-        ray.init(address="local", include_dashboard=False, _temp_dir=folder.name, **logical, **options)
+    with contextlib.ExitStack() as unfinished:
+        unfinished.callback(_end_children_but, psutil.Process().children())
+        with _own_signal_handler(), _visible_to_ray(bool(logical)), _children_in_their_own_groups():
+            ray.init(address="local", include_dashboard=False, _temp_dir=folder.name, **logical, **options)
+        unfinished.pop_all()
 
 
 @contextlib.contextmanager
 def _own_signal_handler() -> Iterator[None]:
     """Ray replaces the handler of SIGTERM by one that leaves at once, with the signal's number as exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    terminated = False
     try:
         yield
+    except SystemExit as left:
+        if left.code != signal.SIGTERM:
+            raise
+        terminated = True
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    if terminated:
+        signal.raise_signal(signal.SIGTERM)  # as if it came now
+        raise KeyboardInterrupt  # the handler says so only of the first signal
+
+
+@contextlib.contextmanager
+def _children_in_their_own_groups() -> Iterator[None]:
+    """Signals to the driver's process group, as of Ctrl-C and `timeout`, do not reach Ray's daemons.
+
+    They are for the driver, which ends what it started in order, and needs the daemons for that. Ray offers no way to
+    start them so; it prepares them in the child (`preexec_fn`), and with that Python runs hooks of forks there. A hook
+    cannot be taken back: after this block it does nothing.
+    """
+    groups = contextlib.ExitStack()
+    groups.callback(os.setpgrp)
+    os.register_at_fork(after_in_child=groups.close)
+    try:
+        yield
+    finally:
+        groups.pop_all()
+
+
+def _end_children_but(known: list[psutil.Process]) -> None:
+    """Ends what a `ray.init` that was interrupted has started: Ray forgets it."""
+    children = [child for child in psutil.Process().children() if child not in known]
+    below = [process for child in children for process in child.children(recursive=True)]
+    for child in children:
+        child.terminate()
+    _, alive = psutil.wait_procs([*children, *below], DAEMON_END_TIMEOUT_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, DAEMON_END_TIMEOUT_S)
 
 
 @contextlib.contextmanager

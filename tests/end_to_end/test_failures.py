@@ -58,15 +58,20 @@ def test_a_killed_process_ends_the_job_within_a_minute_by_name(command, entry, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signals", "code"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+    ("line", "signals", "code"),
+    [
+        ("step 1 |", [signal.SIGINT], 130),
+        ("step 1 |", [signal.SIGTERM], 143),
+        ("train workers and", [signal.SIGTERM, signal.SIGINT], 143),
+    ],
+    ids=["interrupted", "terminated", "starting"],
 )
-def test_interrupting_ends_everything(signals, code, tiny, tmp_path):
+def test_interrupting_ends_everything(line, signals, code, tiny, tmp_path):
     flags = tiny.flags(colocate=True, actor_num_gpus_per_node=1, num_rollout=5000, save=tmp_path / "checkpoints")
     started = harness.start("train.py", flags, tmp_path, "interrupted", tiny.home)
-    started.wait_for_line("step 1 |", 150)
+    started.wait_for_line(line, 150)
     for number in signals:
-        # a terminal interrupts the whole group, an operator terminates the process
-        (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
+        os.killpg(started.process.pid, number)  # the whole group, as a terminal and `timeout` do
         time.sleep(0.3)
     done = started.finish(60)
     assert done.code == code
