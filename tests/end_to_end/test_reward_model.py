@@ -48,7 +48,7 @@ def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_p
     rewards = [sample.reward for sample in [*trained, *evaluated]]
     assert len(trained) == 2 * 4 * 4 and len(evaluated) == 4
     assert rewards == pytest.approx(logits(judge, read), abs=1e-4)
-    assert len(set(rewards)) > len(rewards) // 2
+    assert len({round(reward, 4) for reward in rewards}) > 5  # it judges
     means = [sum(rewards[first : first + 16]) / 16 for first in (0, 16)]
     assert done.steps("reward") == pytest.approx(means, abs=1e-4)
     # the policy's engine and the reward model have logs of their own
