@@ -29,8 +29,7 @@ class OwnDataSource(DataSource, Protocol):
     Its place is kept with checkpoints, by one of two pairs: `state_dict()` and `load_state_dict(state)`, of plain
     data, or `save(rollout_id)` and `load(rollout_id)`, which keep their own files under `--save`. The first is called
     right after the prompts of a rollout were drawn that a checkpoint follows, once, and the second when a run goes on
-    from that checkpoint. Where the class has
-    `begin_rollout(rollout_id)`, it is called before a rollout draws.
+    from that checkpoint. Where the class has `begin_rollout(rollout_id)`, it is called before a rollout draws.
     """
 
     def __init__(self, args: Arguments) -> None: ...

@@ -69,7 +69,7 @@ class World:
 
 
 def run_in(world: World, **changes) -> Run:
-    values = {"num_rollout": 9, "update_weights_in_flight": False, "max_weight_staleness": 2}
+    values = {"timeline": False, "num_rollout": 9, "update_weights_in_flight": False, "max_weight_staleness": 2}
     args = Arguments(**{**values, **changes})
     return Run(args, 0, world, Remote(world.calls), world, None, Timeline.open(args, "driver"), world)
 

@@ -47,18 +47,26 @@ def test_after_a_filter_has_failed_nothing_is_handed_out_that_a_checkpoint_could
     asyncio.run(main())
 
 
-def test_a_failure_with_the_last_group_on_its_way_is_told_by_the_drain(make, tokenizer):
-    args = make(rollout_batch_size=1, max_weight_staleness=0, custom_rm_path=f"{HERE}.fails_now_and_then")
+@pytest.mark.parametrize(
+    ("failing", "at", "error"),
+    [
+        ({"custom_rm_path": f"{HERE}.fails_now_and_then"}, 3, SampleError),
+        ({"dynamic_sampling_filter_path": f"{HERE}.raises_at_six"}, 6, HookFailedError),
+    ],
+)
+def test_a_failure_of_the_last_group_on_its_way_is_told_by_the_drain(make, tokenizer, failing, at, error):
+    args = make(rollout_batch_size=1, max_weight_staleness=0, **failing)
 
     async def main():
         async with endless(args, tokenizer) as (generator, source, engine):
-            for rollout in range(3):
+            for rollout in range(at):
                 engine.version = rollout
                 generator.continuous.weights_are(rollout, 9)
                 await generator.generate_rollout(rollout, source)
-            generator.continuous.weights_are(3, 9)
+            engine.version = at
+            generator.continuous.weights_are(at, 9)
             await turns(400)
-            with pytest.raises(SampleError, match="group 3"):
+            with pytest.raises(error, match="mine|boom"):
                 await generator.continuous.drain()
 
     asyncio.run(main())
