@@ -82,7 +82,7 @@ def start_of(args: Arguments) -> Start:
     return Start(
         weights=loaded or reference,
         flag="--ref-load" if loaded is None else "--load",
-        reference=reference if args.use_reference else None,
+        reference=reference if args.use_reference and not args.only_evaluates else None,
         first_rollout=first if args.start_rollout_id is None else args.start_rollout_id,
         resumed=resumed,
         load=args.load,

@@ -99,8 +99,9 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
-    copied = offloaded * FP32 // _state_bytes(args)  # gradients go where the state is, in float32
+    copied = offloaded * FP32 // max(_state_bytes(args), 1)  # gradients go where the state is, in float32
     held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
+    has_reference, trains = args.use_reference and not args.only_evaluates, not args.only_evaluates
     gathered = (dense + expert) * element - held  # Megatron-FSDP holds weights whole between two passes
     return StageMemory(
         layers=parts[number],
@@ -108,11 +109,12 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
         weights=held,
         gradients=_shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args),
         optimizer=state - offloaded,
-        activations=int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
-        loss=_output_bytes(args, shape, setting) if last else 0,
-        backward=working_bytes(shape, setting, parts[number]),
+        activations=trains
+        * int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
+        loss=_output_bytes(args, shape, setting) if last and trains else 0,
+        backward=trains * working_bytes(shape, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
-        host=offloaded + copied + (2 * weights.total * element if args.use_reference else 0),
+        host=offloaded + copied + (2 * weights.total * element if has_reference else 0),
     )
 
 
@@ -155,8 +157,9 @@ def _optimizer_bytes(args: Arguments, groups: Groups, dense: int, expert: int) -
 
 
 def _state_bytes(args: Arguments) -> int:
-    """Bytes of the optimizer's state for one weight."""
-    return (_copy_bytes(args) if parameter_bytes(args) < FP32 else 0) + _moment_bytes(args)
+    """Bytes of the optimizer's state for one weight; moments begin with the first step."""
+    moments = 0 if args.only_evaluates else _moment_bytes(args)
+    return (_copy_bytes(args) if parameter_bytes(args) < FP32 else 0) + moments
 
 
 def _copy_bytes(args: Arguments) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.plan.engines import option_words
 from slimrl.arguments.plan.layout import dense_axes, expert_axes, rank_lists
+from slimrl.arguments.plan.loop import loop_rows
 from slimrl.arguments.plan.memory import StageMemory
 from slimrl.arguments.plan.plan import Plan
 from slimrl.arguments.plan.refusals import gib
@@ -67,10 +68,7 @@ def _run(plan: Plan) -> Iterator[str]:
         length = f"nothing is left to do: the next rollout is {first} and --num-rollout is {args.num_rollout}"
     else:
         length = f"rollouts {first} to {args.num_rollout - 1} ({args.num_rollout - first})"
-    ahead = (
-        "generates one rollout ahead of training" if plan.entry == "train_async.py" else "generates, trains, in turns"
-    )
-    yield from table([("length", length), ("loop", ahead), ("folder", args.run_dir)])
+    yield from table([("length", length), *loop_rows(plan), ("folder", args.run_dir)])
 
 
 def _slots(plan: Plan) -> Iterator[str]:
@@ -156,6 +154,8 @@ def _ranks(lists: list[list[int]], world: int) -> str:
 
 def _batches(plan: Plan) -> Iterator[str]:
     args, one = plan.args, plan.batches
+    if args.only_evaluates:
+        return
     rows: list[tuple[object, ...]] = [
         ("prompts", one.prompts, "--rollout-batch-size"),
         ("samples", one.samples, f"{one.prompts} x --n-samples-per-prompt {args.n_samples_per_prompt}"),
@@ -243,6 +243,10 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         rows.append(("reference", "--ref-load", f"{start.reference.folder} ({start.reference.name})"))
     if args.load is not None and start.flag != "--load":
         rows.append(("resume from", "--load", f"{args.load} holds no checkpoint yet: a fresh start"))
+    if args.only_evaluates:
+        rows.append(("start", "", "the weights are evaluated; no optimizer's state is read, and nothing is saved"))
+        yield from table(rows)
+        return
     state = f"goes on with rollout {start.first_rollout}, with the optimizer's state"
     fresh = f"begins at rollout {start.first_rollout} with a fresh optimizer"
     rows.append(("start", "", fresh if not start.resumed or args.no_load_optim else state))
@@ -343,7 +347,7 @@ def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]
 
 
 def _host_reason(plan: Plan) -> str:
-    reasons = ["the reference model"] if plan.args.use_reference else []
+    reasons = ["the reference model"] if plan.args.use_reference and not plan.args.only_evaluates else []
     return " and ".join(reasons + (["optimizer state and gradients"] if plan.args.optimizer_cpu_offload else []))
 
 

@@ -120,6 +120,30 @@ def test_the_asynchronous_program_says_that_it_runs_ahead(recipe):
     assert "one rollout ahead" in render(plan_of(recipe, placement=SPLIT, entry="train_async.py"))
 
 
+def test_generation_without_end_shows_its_bound_and_how_much_is_under_way(recipe):
+    more = "--max-weight-staleness 2 --no-update-weights-in-flight --update-weights-interval 2"
+    text = render(plan_of(recipe, more, placement=SPLIT, entry="train_async.py"))
+    assert "generates without end" in text and "one rollout ahead" not in text
+    assert "weights are more than 2 rollouts older" in text
+    # 3 rollouts of 32 prompts, 8 samples each; 6 slots are 3 servers of 2
+    assert "at most 768 samples begun and not yet trained: 2 + 1 rollouts of 32 prompts x 8" in text
+    assert "fewer than 480 requests run (3 x --sglang-server-concurrency 160)" in text
+    assert "after every 2 rollouts and the last; no request runs then" in text
+
+
+def test_evaluation_alone_shows_nothing_of_training(recipe):
+    make_checkpoint(recipe.dir / "ckpt", "iter_0000008")
+    text = render(plan_of(recipe, "--num-rollout 0"))
+    assert "one evaluation: --num-rollout 0 trains nothing" in text
+    assert f"{recipe.dir}/ckpt" in text and "the weights are evaluated; no optimizer's state is read" in text
+    for word in ("reference", "goes on with rollout", "every 20 rollouts", "in turns", "optimizer steps"):
+        assert word not in text
+    evaluating, training = (plan_of(recipe, more).memory.stages[0] for more in ("--num-rollout 0", ""))
+    assert evaluating.weights == training.weights
+    assert (evaluating.activations, evaluating.loss, evaluating.backward, evaluating.host) == (0, 0, 0, 0)
+    assert evaluating.optimizer == 0 < training.optimizer  # float32 weights: no copy, and the moments are not there yet
+
+
 def test_one_role_alone_shows_nothing_of_the_other(recipe):
     text = render(plan_of(recipe, "--rollout-num-gpus 4 --debug-rollout-only", placement="--actor-num-gpus-per-node 2"))
     assert "Parallel groups" not in text
