@@ -9,16 +9,19 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.rules import TRAINING_RULES
+from slimrl.sglang.flags import router_flags
+from tests.megatron.launch import free_port
 
 
 def sentences(recipe, more: str) -> list[str]:
-    _, problems = read_args(recipe.line(more))
+    _, problems = read_args(recipe.line(more), passthrough={"router": router_flags})
     return [str(problem) for problem in problems]
 
 
 def test_all_rules_of_the_theme_are_tested_here():
     names = {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".charts")}
-    assert names == {"charts_have_their_switch", "timeline_is_on", "wandb_is_installed", "prometheus_port_is_free"}
+    others = {"timeline_is_on", "wandb_is_installed", "prometheus_port_is_free", "ports_are_apart"}
+    assert names == {"charts_have_their_switch", *others}
 
 
 @pytest.mark.parametrize(
@@ -105,3 +108,19 @@ def test_a_key_that_a_file_replaces_is_shown_in_no_note(recipe, tmp_path):
     assert problems == [] and args.wandb_key == "t0psecret"
     assert sum("by --custom-config-path" in note for note in args.notes) == 3
     assert not any(key in note for note in args.notes for key in ("t0psecret", "s3cond"))
+
+
+def test_a_port_has_one_owner(recipe):
+    one, two, three = free_port(), free_port(), free_port()
+    flags = "--prometheus-port {} --sglang-router-port {} --router-prometheus-port {}"
+    assert sentences(recipe, flags.format(one, two, three)) == []
+    ending = "and both listen: give one of them another port."
+    assert sentences(recipe, flags.format(one, two, one)) == [
+        f"--router-prometheus-port {one} is the port of --prometheus-port too, {ending}"
+    ]
+    assert sentences(recipe, flags.format(one, one, one)) == [
+        f"--sglang-router-port {one} is the port of --prometheus-port too, {ending}",
+        f"--router-prometheus-port {one} is the port of --prometheus-port too, {ending}",
+    ]
+    # a router of the user's may be on another machine
+    assert sentences(recipe, f"--prometheus-port {one} --sglang-router-ip 10.0.0.1 --sglang-router-port {one}") == []

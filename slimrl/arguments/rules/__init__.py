@@ -67,6 +67,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     profiling.memory_record_has_training,
     charts.wandb_is_installed,
     charts.prometheus_port_is_free,
+    charts.ports_are_apart,
     paths.disk_transport_has_a_folder,
     checkpoints.weights_have_a_source,
     checkpoints.ref_load_is_a_checkpoint,

@@ -82,3 +82,18 @@ def prometheus_port_is_free(args: Arguments, context: Context) -> Iterator[Probl
             f"--prometheus-port {port} on {host} cannot be opened ({error.strerror or error}): give another port or"
             " --prometheus-host, or end the program that listens there.",
         )
+
+
+def ports_are_apart(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Each port has one owner: the driver's metrics, the router that slimrl starts, and that router's metrics."""
+    ports = [
+        ("--prometheus-port", args.prometheus_port),
+        ("--sglang-router-port", args.sglang_router_port if args.sglang_router_ip is None else None),
+        ("--router-prometheus-port", args.router_options.get("prometheus_port")),
+    ]
+    for place, (flag, port) in enumerate(ports):
+        same = [earlier for earlier, number in ports[:place] if number == port]
+        if port is not None and same:
+            yield Problem(
+                flag, f"{flag} {port} is the port of {same[0]} too, and both listen: give one of them another port."
+            )
