@@ -18,7 +18,14 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b(?![-*.<])")
 OTHERS = {
     *("--head", "--address", "--num-gpus"),  # ray start
     *("--logdir", "--local-dir", "--repo-type", "--no-deps"),  # tensorboard, hf, pip
-    *("--model-path", "--host", "--port", "--tp-size", "--is-embedding"),  # sglang.launch_server
+    *(
+        "--model-path",
+        "--host",
+        "--port",
+        "--tp-size",
+        "--is-embedding",
+        "--enable-deterministic-inference",
+    ),  # sglang.launch_server
 }
 
 
