@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ray
@@ -16,14 +16,14 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.plan.checkpoints import start_of
 from slimrl.cluster.early_end import ManagerEnd
 from slimrl.cluster.joining import Joining
+from slimrl.cluster.manager_calls import EngineMemory, of_manager
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
 from slimrl.cluster.session import ray_session, worker_environment
 from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_group import TrainGroup
 from slimrl.cluster.turns import Turns
-from slimrl.cluster.watchdog import Awaited, Patience, answers
-from slimrl.cluster.whereabouts import of_generation
+from slimrl.cluster.watchdog import Patience, answers
 from slimrl.observability.progress import ProgressBar
 from slimrl.observability.prometheus import scrape_targets
 from slimrl.observability.run_checks import RunCheckError, RunChecks
@@ -67,10 +67,10 @@ class Run:
         self._checks = RunChecks.from_args(args, start)
         self._seconds: dict[str, float] = {}
         self._pushed: int | None = None  # the version that the servers were given
-        self._generation = _of_manager(manager, "generate")
+        self._generation = of_manager(manager, "generate")
         self._turns = Turns(
             trainers if args.offload_train else None,
-            _EngineMemory(manager, supervisor) if args.offload_rollout else None,
+            EngineMemory(manager, supervisor) if args.offload_rollout else None,
             self._timed,
             tokens_with_push=args.sglang_options.get("pp_size", 1) > 1,
         )
@@ -92,7 +92,7 @@ class Run:
 
     def start_generation(self, rollout_id: int) -> ray.ObjectRef:
         """Starts generating a rollout; `finish_generation` waits for it."""
-        self._generation = _of_manager(self._manager, f"generate of rollout {rollout_id}")
+        self._generation = of_manager(self._manager, f"generate of rollout {rollout_id}")
         return self._manager.generate.remote(rollout_id, self._save_due(rollout_id))
 
     def finish_generation(self, generation: ray.ObjectRef) -> RolloutResult:
@@ -115,7 +115,7 @@ class Run:
             return
         awaited = self._generation
         if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
-            generation, awaited = self._manager.drain.remote(), _of_manager(self._manager, "the groups on their way")
+            generation, awaited = self._manager.drain.remote(), of_manager(self._manager, "the groups on their way")
         with self._timed("wait_for_rollout"), self._trainers_idle():
             self._supervisor.get([generation], awaited)
 
@@ -170,7 +170,7 @@ class Run:
 
     def _go_on(self, version: int) -> None:
         if self.args.max_weight_staleness is not None:  # generation without end goes on with them
-            awaited = _of_manager(self._manager, f"generation going on with weights {version}")
+            awaited = of_manager(self._manager, f"generation going on with weights {version}")
             self._supervisor.get([self._manager.weights_are.remote(version, self.rollout_ids.stop)], awaited)
 
     def _push(self, version: int) -> None:
@@ -237,7 +237,7 @@ class Run:
             self._trainers_idle(),
             self._progress("evaluate", self._manager.progress.remote) as update,
         ):
-            awaited = _of_manager(self._manager, f"evaluate after {step} rollouts")
+            awaited = of_manager(self._manager, f"evaluate after {step} rollouts")
             results = self._supervisor.get([self._manager.evaluate.remote(step)], awaited, update)[0]
         self._log.evaluation(when, step, results)
         if step > self.rollout_ids.start:
@@ -278,22 +278,6 @@ class Run:
         return known
 
 
-class _EngineMemory:
-    """The memory of the servers, which the rollout manager looks after."""
-
-    def __init__(self, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> None:
-        self._manager = manager
-        self._supervisor = supervisor
-
-    def release(self) -> None:
-        awaited = _of_manager(self._manager, "the release of the engines' memory")
-        self._supervisor.get([self._manager.release_memory.remote()], awaited)
-
-    def resume(self, tags: Sequence[str]) -> None:
-        awaited = _of_manager(self._manager, f"the engines' memory for {' and '.join(tags)}")
-        self._supervisor.get([self._manager.resume_memory.remote(tags)], awaited)
-
-
 @contextlib.contextmanager
 def open_run(args: Arguments) -> Iterator[Run]:
     """Reserves slots, starts train workers and the inference fleet, loads the checkpoint; ends them all at the end."""
@@ -321,11 +305,11 @@ def open_run(args: Arguments) -> Iterator[Run]:
             trainers = TrainGroup(args, slots, supervisor, environment)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training takes its memory
-            supervisor.get([starting], _of_manager(manager, "the start of the engines"))
-            _EngineMemory(manager, supervisor).release()
+            supervisor.get([starting], of_manager(manager, "the start of the engines"))
+            EngineMemory(manager, supervisor).release()
         if trainers is not None:
             start, data_state = trainers.initialize()
-        endpoints = supervisor.get([starting], _of_manager(manager, "the start of the engines"))[0]
+        endpoints = supervisor.get([starting], of_manager(manager, "the start of the engines"))[0]
         manager_end.knows(trainers, [endpoint.url for endpoint in endpoints])
         if endpoints:
             supervisor.watch(manager.watch.remote(), lambda error: f"the rollout manager died: {error}")
@@ -333,9 +317,9 @@ def open_run(args: Arguments) -> Iterator[Run]:
                 trainers.connect_engines(endpoints)
         joining = _joining(args, manager, supervisor, trainers, endpoints)
         if data_state is not None and not args.only_evaluates:
-            awaited = _of_manager(manager, "the position in the data")
+            awaited = of_manager(manager, "the position in the data")
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
-        router = supervisor.get([manager.address.remote()], _of_manager(manager, "the router's address"))[0]
+        router = supervisor.get([manager.address.remote()], of_manager(manager, "the router's address"))[0]
         urls = [endpoint.url for endpoint in endpoints]
         log.announce(scrape_targets(args, urls, ray.util.get_node_ip_address(), router))
         log.begin(start)
@@ -344,7 +328,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         if trainers is not None:
             trainers.close()
         supervisor.forget()
-        supervisor.get([manager.close.remote()], _of_manager(manager, "the end of the engines"))
+        supervisor.get([manager.close.remote()], of_manager(manager, "the end of the engines"))
 
 
 @contextlib.contextmanager
@@ -368,15 +352,10 @@ def _joining(
     """Who brings weights to replaced servers; None without `--use-fault-tolerance`, or without servers."""
     if not args.use_fault_tolerance or not endpoints:
         return None
-    where = functools.partial(_of_manager, manager)
+    where = functools.partial(of_manager, manager)
     joining = Joining(manager.recover.remote, where, supervisor, trainers, endpoints)
     supervisor.attend(joining)
     return joining
-
-
-def _of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:
-    """A wait for the rollout manager."""
-    return Awaited(what, lambda _: of_generation(answers([manager.where.remote()])[0]))
 
 
 def _start_manager(args: Arguments, plan: SlotPlan, environment: dict[str, str]) -> ray.actor.ActorHandle:
@@ -393,7 +372,7 @@ def _with_length(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Su
     """
     if args.num_rollout is not None:
         return args
-    prompts = supervisor.get([manager.prompts_per_epoch.remote()], _of_manager(manager, "the prompts"))[0]
+    prompts = supervisor.get([manager.prompts_per_epoch.remote()], of_manager(manager, "the prompts"))[0]
     per_epoch = prompts // args.rollout_batch_size
     if per_epoch == 0:
         raise ValueError(

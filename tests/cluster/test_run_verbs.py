@@ -71,7 +71,7 @@ class World:
 def run_in(world: World, **changes) -> Run:
     values = {"timeline": False, "num_rollout": 9, "update_weights_in_flight": False, "max_weight_staleness": 2}
     args = Arguments(**{**values, **changes})
-    return Run(args, 0, world, Remote(world.calls), world, None, Timeline.open(args, "driver"), world)
+    return Run(args, 0, world, Remote(world.calls), world, None, Timeline.off(), world)
 
 
 @pytest.mark.parametrize("lost_in", ["idle", "drain", None])
