@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
+from slimrl.cluster.out_of_memory import brief
 from slimrl.cluster.watchdog import Awaited, Patience, Wait
 
 PROGRESS_INTERVAL_S = 0.5
@@ -99,8 +100,8 @@ class Supervisor:
         describe = self._watches[ref]
         try:
             return str(ray.get(ref))
-        except RayActorError as error:
-            return describe(error)
+        except (RayActorError, OutOfMemoryError) as error:
+            return describe(brief(error))
 
     def _raise_failure(self, ref: ObjectRef) -> None:
         with self._deaths_named():
@@ -110,16 +111,16 @@ class Supervisor:
     def _deaths_named(self) -> Iterator[None]:
         try:
             yield
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             raise ProcessDiedError(self._who_died(error)) from error
         except RayTaskError as error:
             self._raise_death_behind(error)
             raise error.cause from None
 
-    def _who_died(self, error: RayActorError) -> str:
+    def _who_died(self, error: RayActorError | OutOfMemoryError) -> str:
         """The dead actor's own watch fails in the same moment: its description names the process."""
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=5.0) if self._watches else ([], [])
-        return self._message(ready[0]) if ready else str(error)
+        return self._message(ready[0]) if ready else str(brief(error))
 
     def _raise_death_behind(self, error: RayTaskError) -> None:
         """A peer's failed collective or request is often only the echo of a death: name the death itself."""

@@ -5,11 +5,21 @@ from __future__ import annotations
 import types
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from slimrl.cluster import supervise
+from slimrl.cluster.out_of_memory import brief
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
 from slimrl.cluster.watchdog import Awaited, Patience
+
+RAYS_PAGE = """1 worker(s) were killed due to the node running low on memory.
+Workers (tasks / actors) killed due to memory pressure (OOM),
+Memory on the node (IP: 10.0.0.7, ID: 5c1d) was 29.84GB used / 31.25GB limit (0.954880)
+Object store memory usage: [- objects spillable: 0]
+train worker 1: (actor ID: 21, name=TrainWorker.__init__, pid=4711, actual memory used=11.52GB, worker ID=ab)
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io
+Consider provisioning more memory on this node
+"""
 
 
 class Call:
@@ -78,3 +88,26 @@ def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
     supervisor = heeding(monkeypatch, RayTaskError("news", "", ValueError("an echo")))
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
         supervisor.get([Call()], Awaited("a call", lambda _: ""))
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError(RAYS_PAGE), ActorDiedError(RAYS_PAGE)], ids=["call", "actor"])
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_page_about_memory_becomes_a_sentence_with_its_numbers(monkeypatch, error, watched):
+    monkeypatch.setattr(supervise, "ray", OneAfterTheOther())
+    supervisor = Supervisor(Patience(0, None))
+    died = Call(error)
+    if watched:
+        supervisor.watch(died, lambda why: f"train worker rank 1 died: {why}")
+    with pytest.raises(ProcessDiedError) as failure:
+        supervisor.get([Call() if watched else died], Awaited("train of rollout 3", lambda _: ""))
+    assert str(failure.value) == ("train worker rank 1 died: " if watched else "") + (
+        "Ray ended process 4711, which had 11.5 GB, for want of memory: 29.8 of the 31.2 GB of machine 10.0.0.7 were in"
+        " use; give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each slot"
+        " needs); Ray's limit is RAY_memory_usage_threshold"
+    )
+
+
+def test_another_death_is_told_as_ray_tells_it():
+    error = ValueError("the actor exited with code 3")
+    assert brief(error) is error
+    assert "RAY_memory" in str(brief(ValueError("killed due to the node running low on memory, in other words")))
