@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slimrl.cluster import supervise
 from slimrl.cluster.out_of_memory import brief
@@ -90,7 +90,9 @@ def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
         supervisor.get([Call()], Awaited("a call", lambda _: ""))
 
 
-@pytest.mark.parametrize("error", [OutOfMemoryError(RAYS_PAGE), ActorDiedError(RAYS_PAGE)], ids=["call", "actor"])
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError(RAYS_PAGE), RayActorError(error_msg=RAYS_PAGE)], ids=["call", "actor"]
+)
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_page_about_memory_becomes_a_sentence_with_its_numbers(monkeypatch, error, watched):
     monkeypatch.setattr(supervise, "ray", OneAfterTheOther())
