@@ -66,10 +66,10 @@ def largest_logit_gap(tiny: Any, checkpoint: Path, folder: Path) -> float:
 
 
 @contextlib.contextmanager
-def served(folder: Path, log_folder: Path) -> Iterator[str]:
-    """The model behind the command of docs/serving.md; yields the server's URL."""
+def served(folder: Path, log_folder: Path, *flags: str) -> Iterator[str]:
+    """The model behind the command of docs/serving.md, with further flags; yields the server's URL."""
     port = free_port()
-    command = [sys.executable, "-m", "slimrl.sglang.cpu", "--model-path", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "slimrl.sglang.cpu", "--model-path", str(folder), "--port", str(port), *flags]
     server = ManagedProcess(
         command,
         name="server",

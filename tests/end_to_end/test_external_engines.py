@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def url(tiny, tmp_path_factory):
-    with served(tiny.model, tmp_path_factory.mktemp("server")) as url:
+    with served(tiny.model, tmp_path_factory.mktemp("server"), "--enable-deterministic-inference") as url:
         yield url
 
 
@@ -52,6 +52,8 @@ def test_a_running_server_is_given_the_weights_and_never_ended(url, router, tiny
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
     assert done.steps("weight_version") == ["0", "1"]
+    # a deterministic server answers all samples of a prompt alike where they have no seeds of their own
+    assert max(done.steps("rollout/zero_std/ratio")) < 1
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
     assert not [*(done.run_dir / "logs").glob("sglang*"), *(done.run_dir / "logs").glob("router*")]
     assert router.poll() is None and router.workers() == []
