@@ -32,6 +32,7 @@ from slimrl.observability.timeline import merge_at_end
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.observability.versions import package_versions
 from slimrl.processes.memory import resident_gib
+from slimrl.sglang.external import check_somebody_listens
 from slimrl.weights.roles import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
@@ -281,6 +282,7 @@ class Run:
 @contextlib.contextmanager
 def open_run(args: Arguments) -> Iterator[Run]:
     """Reserves slots, starts train workers and the inference fleet, loads the checkpoint; ends them all at the end."""
+    check_somebody_listens(args.rollout_external_engine_addrs or [])
     plan = plan_slots(args)
     environment = worker_environment(args.train_env_vars)
     with contextlib.ExitStack() as stack:

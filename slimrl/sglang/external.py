@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from slimrl.sglang.calls import answers, call
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
 
 TIMEOUT_S = 10.0
+LISTEN_TIMEOUT_S = 5.0
 TOKEN_TIMEOUT_S = 25.0  # a server itself gives up after 20 s
 STARTED_WITH = "default"  # the version of weights that nobody pushed
 FLAG = "--rollout-external-engine-addrs"
@@ -60,7 +63,7 @@ def inspect(address: str, hf_checkpoint: str, *, weights_come: bool = True) -> E
         model = call("GET", f"{url}/model_info", timeout_s=TIMEOUT_S)
         paths = call("GET", f"{url}/openapi.json", timeout_s=TIMEOUT_S)["paths"]
     except EngineUnavailableError as error:
-        raise EngineUnavailableError(f"{FLAG} {address}: no server answers there: {error}; start it first") from error
+        raise EngineUnavailableError(_no_server(address, error)) from error
     except (EngineError, KeyError, TypeError) as error:
         raise EngineError(
             f"{FLAG} {address}: what answers there does not speak as an SGLang server without --api-key: {error}"
@@ -71,6 +74,29 @@ def inspect(address: str, hf_checkpoint: str, *, weights_come: bool = True) -> E
     if wrong:
         raise EngineError("\n".join(f"{FLAG} {address}: {sentence}" for sentence in wrong))
     return ExternalServer(url, server["tp_size"], _identity(server))
+
+
+def check_somebody_listens(addresses: Sequence[str]) -> None:
+    """One TCP connection to each "host:port", before anything starts. Raises EngineUnavailableError with a sentence
+    for each that nobody listens at.
+    """
+    with ThreadPoolExecutor(max(len(addresses), 1)) as pool:
+        silent = [sentence for sentence in pool.map(_silence, addresses) if sentence]
+    if silent:
+        raise EngineUnavailableError("\n".join(silent))
+
+
+def _silence(address: str) -> str | None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTEN_TIMEOUT_S).close()
+    except OSError as error:
+        return _no_server(address, error)
+    return None
+
+
+def _no_server(address: str, error: Exception) -> str:
+    return f"{FLAG} {address}: no server answers there: {error}; start it first"
 
 
 def _identity(server: dict[str, Any]) -> Any:

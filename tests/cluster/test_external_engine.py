@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 
 import pytest
 from aiohttp import web
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.external_engine import ExternalEngine
-from slimrl.sglang.errors import EngineError
-from slimrl.sglang.external import NEEDED_PATHS, ExternalServer
+from slimrl.sglang.errors import EngineError, EngineUnavailableError
+from slimrl.sglang.external import NEEDED_PATHS, ExternalServer, check_somebody_listens
+from tests.megatron.launch import free_port
 
 STARTED = (1.0, None, None)
 
@@ -107,3 +109,16 @@ def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path,
     expected = pytest.raises(EngineError, match=re.escape(refusal)) if refusal else contextlib.nullcontext()
     with expected:
         asyncio.run(start(debug_rollout_only=True))
+
+
+def test_addresses_at_which_nobody_listens_are_named_before_anything_starts():
+    nobody, also_nobody = f"127.0.0.1:{free_port()}", f"[::1]:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        somebody = f"127.0.0.1:{listening.getsockname()[1]}"
+        check_somebody_listens([somebody])
+        with pytest.raises(EngineUnavailableError) as failure:
+            check_somebody_listens([nobody, somebody, also_nobody])
+    lines = str(failure.value).split("\n")
+    assert [line.split(": ", 1)[0].split()[1] for line in lines] == [nobody, also_nobody]
+    assert all("no server answers there" in line and line.endswith("start it first") for line in lines)
+    check_somebody_listens([])
