@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -77,21 +77,47 @@ def _start_local(stack: contextlib.ExitStack, slots: int, options: dict[str, Any
 
 @contextlib.contextmanager
 def _own_signal_handler() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM by one that leaves at once, with the signal's number as exit code."""
+    """Ray replaces the handler of SIGTERM by one that leaves at once, with the signal's number as exit code.
+
+    What an exception out of a handler meets, as code of Ray's that ignores every error, decides whether it is heard of:
+    a signal that came in this block is handled after it once more.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    terminated = False
+    with _signals_noted() as came:
+        try:
+            yield
+        except SystemExit as left:
+            if left.code != signal.SIGTERM:
+                raise
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        numbers = [number for number in came() if number in handlers]
+    for number in numbers[:1]:
+        signal.raise_signal(number)
+        raise KeyboardInterrupt  # its handler says so only of the first signal, which may have been ignored
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[Callable[[], bytes]]:
+    """Yields what tells the numbers of the signals that came so far, whoever handles them."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def came() -> bytes:
+        try:
+            return os.read(reader, 4096)
+        except BlockingIOError:
+            return b""
+
     try:
-        yield
-    except SystemExit as left:
-        if left.code != signal.SIGTERM:
-            raise
-        terminated = True
+        yield came
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if terminated:
-        signal.raise_signal(signal.SIGTERM)  # as if it came now
-        raise KeyboardInterrupt  # the handler says so only of the first signal
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,19 @@
 """Slot arithmetic, and the real placement of Ray on logical GPUs."""
 
+import signal
+import sys
+
 import pytest
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.session import SlotsMissingError, check_slots, ray_session, worker_environment
+from slimrl.cluster.session import (
+    SlotsMissingError,
+    _own_signal_handler,
+    check_slots,
+    ray_session,
+    worker_environment,
+)
 from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
 from slimrl.cluster.watchdog import Awaited, Patience, answers
@@ -110,6 +119,30 @@ def test_too_small_a_cluster_is_refused_with_both_numbers():
 
 def test_environment_given_by_flag_wins():
     assert worker_environment({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+class Ended(KeyboardInterrupt):
+    """What the run's own handler raises."""
+
+
+def end(number, _):
+    raise Ended(signal.Signals(number).name)
+
+
+@pytest.mark.parametrize("others", [lambda number, _: sys.exit(number), lambda *_: None], ids=["leaves", "ignored"])
+def test_a_signal_that_meets_the_handler_of_another_is_handled_by_the_runs_own(others):
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(Ended, match="SIGTERM"), _own_signal_handler():
+            signal.signal(signal.SIGTERM, others)
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is end
+        with _own_signal_handler():
+            pass  # none came since
+        with pytest.raises(SystemExit, match="3"), _own_signal_handler():
+            sys.exit(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow
