@@ -80,6 +80,7 @@ def judge(tmp_path):
     folder = tmp_path / "judge"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    (folder / "tokenizer.json").write_text("{}")
     safetensors(
         folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": [50, 40], "score.weight": [1, 1000]}
     )
