@@ -327,11 +327,12 @@ class MegatronTrainer:
         seen, trained = totals.tolist()
         return seen / max(trained if self._loss_settings.per_token else samples, 1)
 
-    def save(self, rollout_id: int, data_state: dict[str, Any], save_dir: Path | None = None) -> Path:
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None, save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
 
-        Collective; `data_state` is rank 0's. The checkpoint appears whole or not at all, with --async-save while the
-        trainer goes on. Raises ValueError where no folder is given, CheckpointError as `CheckpointSaver.save`.
+        Collective; `data_state` is rank 0's, others may give None. The checkpoint appears whole or not at all, with
+        --async-save while the trainer goes on. Raises ValueError where no folder is given, CheckpointError as
+        `CheckpointSaver.save`.
         """
         self.memory.require("saving a checkpoint", State.AWAKE)
         root = save_dir if save_dir is not None else self.args.save
