@@ -24,24 +24,26 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, as `ray job stop` sends it: the run is left in the same order as on Ctrl-C."""
-
-
 class _Interrupts:
-    """Handles SIGINT and SIGTERM: the first one ends the run, further ones do not disturb its end."""
+    """Handles SIGINT and SIGTERM, as Ctrl-C and `ray job stop` send them: the first one ends the run, further ones do
+    not disturb its end."""
 
     def __init__(self) -> None:
-        self._ending = False
+        self.first: int | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
+    @property
+    def exit_code(self) -> int:
+        """By the first signal: of the exception Ray makes one of its own on the way."""
+        return EXIT_TERMINATED if self.first == signal.SIGTERM else EXIT_INTERRUPTED
+
     def _handle(self, number: int, _: object) -> None:
-        if self._ending:
+        if self.first is not None:
             logger.warning("already ending what this run started; a moment")
             return
-        self._ending = True
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        self.first = number
+        raise KeyboardInterrupt
 
 
 def passthrough_flags() -> dict[str, Callable]:
@@ -77,7 +79,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     from slimrl.weights.servers import WeightSyncError
 
     setup_logging(args.log_level, args.run_dir)
-    _Interrupts()
+    interrupts = _Interrupts()
     try:
         with open_run(args) as run:
             loop(run)
@@ -98,9 +100,9 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
     ) as error:
         logger.error("%s", error)
         return EXIT_FAILED
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt:
         logger.error("interrupted; everything that this run started was ended")
-        return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
+        return interrupts.exit_code
     except Exception:
         logger.exception("the run failed")  # the last floor: into the run's log as well as onto the terminal
         return EXIT_FAILED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 
 import pytest
@@ -62,3 +63,13 @@ def test_an_error_with_a_sentence_is_that_sentence(end, kind):
 def test_what_nobody_foresaw_comes_with_its_traceback(end):
     code, record = end(KeyError("x"))
     assert code == 1 and record.exc_info is not None
+
+
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_of_several_signals_gives_the_exit_code(first, code, monkeypatch):
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    interrupts = main._Interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        interrupts._handle(first, None)
+    interrupts._handle(signal.SIGINT, None)
+    assert interrupts.exit_code == code
