@@ -58,15 +58,16 @@ def test_a_killed_process_ends_the_job_within_a_minute_by_name(command, entry, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("line", "signals", "code"),
+    ("line", "signals", "codes"),
     [
-        ("step 1 |", [signal.SIGINT], 130),
-        ("step 1 |", [signal.SIGTERM], 143),
-        ("train workers and", [signal.SIGTERM, signal.SIGINT], 143),
+        ("step 1 |", [signal.SIGINT], {130}),
+        ("step 1 |", [signal.SIGTERM], {143}),
+        # Python looks at signals between two steps of its own: of several that came meanwhile the lowest goes first
+        ("train workers and", [signal.SIGTERM, signal.SIGINT], {143, 130}),
     ],
     ids=["interrupted", "terminated", "starting"],
 )
-def test_interrupting_ends_everything(line, signals, code, tiny, tmp_path):
+def test_interrupting_ends_everything(line, signals, codes, tiny, tmp_path):
     flags = tiny.flags(colocate=True, actor_num_gpus_per_node=1, num_rollout=5000, save=tmp_path / "checkpoints")
     started = harness.start("train.py", flags, tmp_path, "interrupted", tiny.home)
     started.wait_for_line(line, 150)
@@ -74,6 +75,6 @@ def test_interrupting_ends_everything(line, signals, code, tiny, tmp_path):
         os.killpg(started.process.pid, number)  # the whole group, as a terminal and `timeout` do
         time.sleep(0.3)
     done = started.finish(60)
-    assert done.code == code
+    assert done.code in codes
     assert done.summary["status"] == "interrupted"
     assert done.left == []
