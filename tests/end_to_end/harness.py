@@ -55,10 +55,15 @@ class Started:
     def kill_everything(self) -> None:
         """SIGKILL to every process of the run, and the files removed that nobody was left to remove."""
         self.process.kill()  # first of all, and not only after a search: the run goes no further from here
+        nameless: list[
+            psutil.Process
+        ] = []  # SGLang's schedulers write their title over their environment, and the mark
         while processes := self.processes():
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
+                    nameless += process.children(recursive=True)
                     process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(nameless, timeout=20)  # they end with their parents, a moment later
         self.process.wait(10)
         self._clean_up()
 
