@@ -55,9 +55,8 @@ class Started:
     def kill_everything(self) -> None:
         """SIGKILL to every process of the run, and the files removed that nobody was left to remove."""
         self.process.kill()  # first of all, and not only after a search: the run goes no further from here
-        nameless: list[
-            psutil.Process
-        ] = []  # SGLang's schedulers write their title over their environment, and the mark
+        # SGLang's schedulers write their title over their environment, and with it over the mark
+        nameless: list[psutil.Process] = []
         while processes := self.processes():
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
