@@ -8,6 +8,8 @@ from array import array
 
 from slimrl.rollout.engine import Generation
 
+LIMIT = 30  # tokens of the longest response
+
 END_IN = 12  # one token in so many ends a response
 
 
@@ -83,3 +85,16 @@ async def judge_group(args, samples):
 def book(args, all_groups, data_source):
     """Notes every judged group."""
     args.custom["judged"].append([group[0].group_index for group in all_groups])
+
+
+def scripted(make_args, **changes):
+    """The flags of a run over this engine, judged and booked by the functions here."""
+    values = {
+        "custom_rm_path": f"{__name__}.judge",
+        "rm_type": None,
+        "rollout_all_samples_process_path": f"{__name__}.book",
+        "rollout_max_response_len": LIMIT,
+        "sglang_options": {"enable_deterministic_inference": True},
+        "rollout_shuffle": True,
+    }
+    return make_args(**{**values, **changes})

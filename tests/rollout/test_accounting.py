@@ -14,11 +14,10 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.sampling import sampling_seed
-from tests.rollout.scripted_engine import ScriptedEngine, uninterrupted
+from tests.rollout.scripted_engine import LIMIT, ScriptedEngine, scripted, uninterrupted
 
 HERE = "tests.rollout.scripted_engine"
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-LIMIT = 30
 PROMPTS = 12
 
 
@@ -119,18 +118,6 @@ def check_samples(done: Run, args, tokenizer) -> None:
                 assert sample.loss_mask == [1] * len(response)
             if segments != [rollout]:
                 assert sample.metadata["start_rollout_id"] == segments[0]
-
-
-def scripted(make_args, **changes):
-    values = {
-        "custom_rm_path": f"{HERE}.judge",
-        "rm_type": None,
-        "rollout_all_samples_process_path": f"{HERE}.book",
-        "rollout_max_response_len": LIMIT,
-        "sglang_options": {"enable_deterministic_inference": True},
-        "rollout_shuffle": True,
-    }
-    return make_args(**{**values, **changes})
 
 
 def test_a_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_epoch(make_args, tokenizer):

@@ -19,11 +19,11 @@ from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import Generation
 from slimrl.rollout.generate import RolloutGenerator
 from slimrl.rollout.sampling import sampling_seed
-from tests.rollout.scripted_engine import END_IN, ScriptedEngine, draw, uninterrupted
+from tests.rollout import scripted_engine
+from tests.rollout.scripted_engine import END_IN, LIMIT, ScriptedEngine, draw, uninterrupted
 
 HERE = "tests.rollout.scripted_engine"
 FILTER = "slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-LIMIT = 30
 PROMPTS = 12
 
 
@@ -207,16 +207,7 @@ def check_sample(sample, rollout, bound, prompt, args, tokenizer) -> None:
 
 
 def scripted(make_args, **changes):
-    values = {
-        "custom_rm_path": f"{HERE}.judge",
-        "rm_type": None,
-        "rollout_all_samples_process_path": f"{HERE}.book",
-        "rollout_max_response_len": LIMIT,
-        "sglang_options": {"enable_deterministic_inference": True},
-        "rollout_shuffle": True,
-        "max_weight_staleness": 2,
-    }
-    return make_args(**{**values, **changes})
+    return scripted_engine.scripted(make_args, **{"max_weight_staleness": 2, **changes})
 
 
 def test_requests_stay_on_their_way_while_weights_change_and_nothing_becomes_too_old(make_args, tokenizer):
