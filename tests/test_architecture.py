@@ -20,10 +20,12 @@ FLOORS = {
     "megatron": 3,
     "sglang": 3,
     "weights": 3,
+    "compatibility": 3,
     "cluster": 4,
 }
 HEAVY = {"ray": {"cluster"}, "megatron": {"megatron"}, "sglang": {"sglang"}, "sglang_router": {"sglang"}}
 SOURCES = sorted((ROOT / "slimrl").rglob("*.py"))
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
@@ -53,6 +55,11 @@ def test_a_room_imports_only_from_its_own_floor_or_below(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_package_imports_no_tool_and_no_test(path):
+    assert not [name for name in imports_of(path) if name.split(".")[0] in ("tools", "tests", "benchmarks")]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TOOLS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_small_enough_to_read(path):
     assert len(path.read_text().splitlines()) <= 500
 

@@ -94,6 +94,23 @@ NOT_CALLABLE = "cannot be called as needed"
         ("judge", hooks.CustomReward, f"'judge' {NOT_A_PATH}"),
         ("rewards.py:judge", hooks.CustomReward, f"'rewards.py:judge' {NOT_A_PATH}"),
         ("slimrl_nowhere.judge", hooks.CustomReward, f"there is no module slimrl_nowhere: {NO_MODULE}"),
+        (
+            "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+            hooks.RolloutFunction,
+            "there is no module slimrl.rollout.fully_async_rollout: generation without end is train_async.py"
+            " --max-weight-staleness N here: leave --rollout-function-path out",
+        ),
+        (
+            "fully_async_rollout.generate_rollout_fully_async",
+            hooks.RolloutFunction,
+            "there is no module fully_async_rollout: generation without end is train_async.py --max-weight-staleness N"
+            " here: leave --rollout-function-path out",
+        ),
+        (
+            "slime_plugins.models.glm4.get_glm_spec",
+            hooks.LayerSpec,
+            "there is no module slime_plugins: the layers of every family are slimrl's own: leave --spec out",
+        ),
         ("slimrl.nowhere.deep.judge", hooks.CustomReward, f"there is no module slimrl.nowhere: {NO_MODULE}"),
         ("MODULE.juge", hooks.CustomReward, "module MODULE has no juge: did you mean judge?"),
         ("MODULE.zzz", hooks.CustomReward, "module MODULE has no zzz: check the spelling"),

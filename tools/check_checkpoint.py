@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Compare a torch_dist checkpoint with a Hugging Face folder: names, shapes, dtypes and the largest difference.
+"""Check that a torch_dist checkpoint has the bytes that were written, and compare it with a Hugging Face folder.
 
+    python tools/check_checkpoint.py --input-dir model_torch_dist
     python tools/check_checkpoint.py --input-dir model_torch_dist --hf-checkpoint model
 
-Prints the tensors that differ most and a verdict. Ends with 0 where both hold the same model, 1 where they differ,
-2 where a folder cannot be read. The model is never in memory as a whole.
+The first compares every file with the checkpoint's checksums. The second also compares names, shapes, dtypes and
+values, and prints the tensors that differ most. Ends with 0 where all is well, 1 where the models differ, 2 where a
+folder cannot be read or is damaged. The model is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from slimrl.weights.compare import Comparison, TensorPair, compare_checkpoints
 from slimrl.weights.hub import local_hf_folder
 from slimrl.weights.names import listed
 from slimrl.weights.progress import ByteBar
-from slimrl.weights.torch_dist import resolve_checkpoint
+from slimrl.weights.torch_dist import TorchDistCheckpoint, resolve_checkpoint
 
 NAME = Path(__file__).name
 EQUAL, DIFFERENT, BAD_INPUT = 0, 1, 2
@@ -45,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         required=True,
         help="the checkpoint's iter_xxxxxxx or release folder, or the one above it, whose newest checkpoint is taken",
     )
-    parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or model id (org/name)")
+    parser.add_argument("--hf-checkpoint", help="Hugging Face folder or model id (org/name) to compare with")
     parser.add_argument(
         "--tolerance", type=not_negative, default=0.0, help="largest difference that counts as equal (default: 0)"
     )
@@ -85,13 +87,34 @@ def report(found: Comparison, tolerance: float, worst: int) -> str:
     return "\n".join(lines)
 
 
+def verify(folder: Path, *, alone: bool) -> str:
+    """Reads every file and compares it with its checksum; returns the verdict.
+
+    Raises ValueError for a damaged file, and where there are no checksums and nothing else is to be done (`alone`).
+    """
+    checked = TorchDistCheckpoint(folder).checked
+    if checked is not None:
+        return (
+            f"WHOLE: the bytes of {len(checked.names)} files, {checked.check():,} in all, are those that were written"
+        )
+    text = f"{folder} has no checksums: whether its bytes are those that were written is not known"
+    if alone:
+        raise ValueError(f"{text}; give --hf-checkpoint to compare its weights")
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compares; returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
+        # The model's folder first: a name that does not exist is told before gigabytes are read.
+        folder = None if args.hf_checkpoint is None else local_hf_folder("--hf-checkpoint", args.hf_checkpoint)
+        checkpoint = resolve_checkpoint(args.input_dir)
+        print(verify(checkpoint, alone=folder is None))
+        if folder is None:
+            return EQUAL
         with ByteBar("comparing") as bar:
-            folder = local_hf_folder("--hf-checkpoint", args.hf_checkpoint)
-            found = compare_checkpoints(resolve_checkpoint(args.input_dir), folder, bar.start)
+            found = compare_checkpoints(checkpoint, folder, bar.start)
     except (OSError, ValueError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -7,14 +7,13 @@ line. Settings of the user's own hooks stand under `custom` and reach them as `a
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec
-from slimrl.arguments.parser import ParsedLine, parse_line
+from slimrl.arguments.parser import ParsedLine, nearest_flag, parse_line
 from slimrl.arguments.passthrough import PassthroughTables
 from slimrl.arguments.problem import Problem, ended
 from slimrl.arguments.yaml_file import read_yaml
@@ -130,8 +129,8 @@ def _pass_through(
 
 
 def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.7)
-    mend = f"did you mean {nearest[0]}?" if nearest else "docs/flags.md has them all"
+    nearest = nearest_flag(plain, list(known))
+    mend = f"did you mean {nearest}?" if nearest else "docs/flags.md has them all"
     return f"{key} is no flag: put settings of your own hooks under {_OWN}; {mend}"
 
 

@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from slimrl.arguments.groups.algorithm import WHITENED
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 
@@ -55,11 +56,22 @@ def _layout(args: Arguments) -> None:
     model_slots = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model_slots > 0:
         args.data_parallel_size = max(args.actor_num_gpus // model_slots, 1)
-    if args.colocate and args.rollout_num_gpus is None:
-        args.rollout_num_gpus = args.actor_num_gpus
+    _colocated_slots(args)
     if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # theirs, for what is counted per slot
         args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
     _pipeline(args)
+
+
+def _colocated_slots(args: Arguments) -> None:
+    """With --colocate the engines have the training slots; a number of slots left in a command line is not used."""
+    given, shared = args.rollout_num_gpus, args.actor_num_gpus
+    if not args.colocate or given == shared or (given is not None and args.debug_rollout_only):
+        return
+    if given is not None:
+        args.notes.append(
+            f"--rollout-num-gpus {given} is not used: with --colocate the engines have the {shared} training slots."
+        )
+    args.rollout_num_gpus = shared
 
 
 def _offload(args: Arguments) -> None:
@@ -132,6 +144,8 @@ def _batch(args: Arguments) -> None:
         args.update_weights_in_flight = args.max_weight_staleness is not None
     if args.loss_type == "sft_loss":
         args.compute_advantages_and_returns = False
+    if args.advantage_estimator in WHITENED and args.compute_advantages_and_returns:
+        args.normalize_advantages = True
     if args.loss_type == "custom_loss":
         args.keep_logits = True  # they are what such a function is given
 
@@ -150,6 +164,8 @@ def _names(args: Arguments) -> None:
     if args.run_name is None:
         args.run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     args.run_dir = str(Path(args.runs_dir) / args.run_name)
+    if args.save_debug_rollout_data is not None:
+        args.save_debug_rollout_data = args.save_debug_rollout_data.replace("{run_dir}", args.run_dir)
     if args.use_tensorboard:
         levels = [level for level in (args.tb_project_name, args.tb_experiment_name) if level is not None]
         own_folder = "tensorboard_log" if levels else str(Path(args.run_dir) / "tensorboard")

@@ -80,6 +80,7 @@ class DerivedArguments:
     router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
     run_dir: str = ""
+    engine_context_len: int | None = None  # tokens of prompt and response that an engine takes, where that is known
     data_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the user's hooks, from a file
@@ -118,7 +119,22 @@ class Arguments(
     OtherModelArguments,
     DerivedArguments,
 ):
-    """Every flag and everything derived from them, one attribute each."""
+    """Every flag and everything derived from them, one attribute each.
+
+    Settings of the user's own (`custom`), and the engines' and the router's flags that were given, are read as
+    attributes too where no flag has that name: so functions written for slime know them.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        given = self.__dict__  # empty while an object is unpickled
+        for field, prefix in (("custom", ""), ("sglang_options", "sglang_"), ("router_options", "router_")):
+            key = name.removeprefix(prefix)
+            if name.startswith(prefix) and key in given.get(field, ()):
+                return given[field][key]
+        mend = "put it under custom: in the file of --custom-config-path"
+        if name.startswith(("sglang_", "router_")):
+            mend = f"give --{name.replace('_', '-')}"
+        raise AttributeError(f"args.{name} is no flag and was not given: {mend}", name=name, obj=self)
 
     @property
     def prompts_trained_per_rollout(self) -> int:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from slimrl.arguments.config_file import read_config_file
 from slimrl.arguments.derive import derive
+from slimrl.arguments.engine_context import take_context_of_engines
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import Arguments, all_flag_specs
@@ -53,16 +54,27 @@ def read_args(
     specs = all_flag_specs()
     parsed = parse_line(argv, specs, passthrough or {})
     notes = _add_config_file(parsed, specs, passthrough or {})
+    args, found = _checked(parsed, entry)
+    if parsed.guesses and found:
+        # Neither what a misread word leaves out nor what a wrong guess would bring is a second problem.
+        otherwise = _checked(parsed.as_guessed(), entry)[1]
+        found = [problem for problem in found if problem in otherwise]
+    args.notes = notes + args.notes
+    return args, [*parsed.problems, *found]
+
+
+def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
+    """The arguments of a line that was read, with all that follows from them, and what the rules say of them."""
     args = Arguments(**parsed.values)
-    args.notes += notes
     args.sglang_options = parsed.options.get("sglang", {})
     args.router_options = parsed.options.get("router", {})
     context = Context(entry, frozenset(parsed.values), frozenset(parsed.broken))
     if context.is_training:
         take_precision_of_model(args, context.given)
+        take_context_of_engines(args)
     derive(args)
     eval_problems = resolve_eval_datasets(args)
-    return args, [*parsed.problems, *eval_problems, *check(args, context)]
+    return args, [*eval_problems, *check(args, context)]
 
 
 def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: PassthroughTables) -> list[str]:

@@ -1,17 +1,19 @@
 """Reads a command line into values: one pass that never stops at the first error.
 
-Promises: exact spellings only, the last occurrence of a flag wins, `--flag value` and `--flag=value` are the same, and
-every word that could not be used is reported as a `Problem`. Nothing here looks at files or at other flags.
+Promises: exact spellings only, the last occurrence of a flag wins, `--flag value` and `--flag=value` are the same,
+every word that could not be used is reported as a `Problem`, and a guess at what it meant is never taken for a value.
+Nothing here looks at files or at other flags.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.other_words import dotted_setting, other_word
 from slimrl.arguments.passthrough import (
     PassthroughFlag,
     PassthroughTables,
@@ -25,12 +27,24 @@ from slimrl.arguments.retired import RETIRED_FLAGS
 
 @dataclasses.dataclass
 class ParsedLine:
-    """Values by field name, the engines' options by prefix, what was wrong, and the fields it was wrong with."""
+    """Values by field name, the engines' options by prefix, what was wrong, and the fields it was wrong with.
+
+    `guesses` are words that are no flags, each with what it may have meant.
+    """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     broken: set[str] = dataclasses.field(default_factory=set)
+    guesses: list[tuple[_Occurrence, Spelling]] = dataclasses.field(default_factory=list)
+
+    def as_guessed(self) -> ParsedLine:
+        """The line as it would be if each guess were right; it says what is wrong with its flags, not with words."""
+        options = {prefix: dict(given) for prefix, given in self.options.items()}
+        line = ParsedLine(dict(self.values), options, [], set(self.broken))
+        for occurrence, spelling in self.guesses:
+            _store(occurrence, spelling, line)
+        return line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +90,8 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             occurrences.append(_Occurrence(name, [value] if equals else []))
+        elif (setting := dotted_setting(word)) is not None:
+            occurrences.append(_Occurrence(setting[0], [setting[1]]))
         elif occurrences:
             occurrences[-1].words.append(word)
         else:
@@ -84,18 +100,48 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
 
 
 def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], parsed: ParsedLine) -> None:
-    """Name the nearest flag, and go on as if it had been meant: its absence would only be a second complaint."""
+    """Name the flag that may have been meant, and note the guess."""
     name = occurrence.name
     if name in RETIRED_FLAGS:
         parsed.problems.append(Problem(name, f"{name} has no meaning here: {RETIRED_FLAGS[name]}."))
         return
-    nearest = difflib.get_close_matches(name, spellings, n=1, cutoff=0.7)
-    mend = f"did you mean {nearest[0]}?" if nearest else "see docs/flags.md for all flags."
-    parsed.problems.append(Problem(name, f"unknown flag {name}: {mend}"))
-    if nearest:
-        reported = len(parsed.problems)
-        _store(occurrence, spellings[nearest[0]], parsed)
-        del parsed.problems[reported:]
+    meant: str | None = _same_but_for_dashes(name, spellings)
+    word = other_word(name) if meant is None else None
+    if word is not None:
+        meant, sentence = word.flag, word.sentence(name)
+    else:
+        meant = meant or nearest_flag(name, spellings)
+        sentence = f"unknown flag {name}: " + (
+            f"did you mean {meant}?" if meant else "see docs/flags.md for all flags."
+        )
+    parsed.problems.append(Problem(name, sentence))
+    if meant in spellings:
+        parsed.guesses.append((occurrence, spellings[meant]))
+
+
+def nearest_flag(name: str, spellings: Iterable[str]) -> str | None:
+    """The flag that `name` misspells; None where each of them has another word in its place."""
+    near = difflib.get_close_matches(name, spellings, n=5, cutoff=0.7)
+    return next((other for other in near if _misspells(name, other)), None)
+
+
+def _same_but_for_dashes(name: str, spellings: Iterable[str]) -> str | None:
+    plain = name.replace("_", "").replace("-", "")
+    return next((other for other in spellings if other.replace("_", "").replace("-", "") == plain), None)
+
+
+def _misspells(name: str, other: str) -> bool:
+    """Whether every word of `name` is a word of `other`, misspelt or cut short; words may be joined or torn apart."""
+    given, known = name.strip("-").replace("_", "-").split("-"), other.strip("-").split("-")
+    if difflib.SequenceMatcher(None, "".join(given), "".join(known)).ratio() >= 0.92:
+        return True
+    strange = [word for word in given if word not in known]
+    left = [word for word in known if word not in given]
+    return all(
+        any(known_word.startswith(word) and len(word) >= 3 for known_word in left)
+        or difflib.get_close_matches(word, left, n=1, cutoff=0.7)
+        for word in strange
+    )
 
 
 def _store(occurrence: _Occurrence, spelling: Spelling, parsed: ParsedLine) -> None:

@@ -14,6 +14,7 @@ HIDDEN = "***"
 # environment variables hold keys of the user's services
 _OWN = {"wandb_key", "train_env_vars"}
 _OF_ENGINES = re.compile(r"password|(^|_)api_keys?$")
+_IN_JSON = re.compile(r'("[^"]*(?:password|api_keys?)"\s*:\s*)"[^"]*"')
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s\"']*@")
 
 
@@ -45,9 +46,9 @@ def told(name: str, value: Any) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """Plain data without the entries that are secret, and without user names in URLs."""
+    """Plain data without the entries that are secret, and without user names in URLs and keys in JSON."""
     if isinstance(value, str):
-        return _USER_OF_URL.sub(f"{HIDDEN}@", value)
+        return _IN_JSON.sub(rf'\1"{HIDDEN}"', _USER_OF_URL.sub(f"{HIDDEN}@", value))
     if isinstance(value, Mapping):
         return {name: shown(entry) for name, entry in value.items() if not is_secret(str(name))}
     if isinstance(value, list | tuple):

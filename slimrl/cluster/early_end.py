@@ -15,6 +15,7 @@ import ray
 from slimrl.arguments import Arguments
 from slimrl.cluster.train_group import TrainGroup
 from slimrl.cluster.watchdog import answers
+from slimrl.sglang.access import key_of
 from slimrl.sglang.errors import EngineError
 from slimrl.sglang.router_control import RunningRouter
 
@@ -58,7 +59,7 @@ class ManagerEnd:
         self._kill()  # first: it keeps the router's list right
         urls = self._started if registered is None else registered
         try:
-            RunningRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls).stop()
+            RunningRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls, key_of(self._args)).stop()
         except EngineError as failure:  # the run ends with what ended it
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
 

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from slimrl.cluster.engine_actor import EngineActor, ServerEnd, ServerSettings
+from slimrl.cluster.same_machine import taken_for_one
 from slimrl.cluster.slots import ENGINE_SHARE, EnginePart, Slots
 from slimrl.processes import ProcessStartError
 from slimrl.sglang.server import NodePart
@@ -54,6 +55,11 @@ class Engine:
         """Which server it is, in messages and file names."""
         return self.settings.name
 
+    @property
+    def key(self) -> str | None:
+        """What the server asks for."""
+        return self.settings.key
+
     def _suffix(self, rank: int) -> str:
         return self.name + (f".node{rank}" if rank else "")
 
@@ -73,8 +79,9 @@ class Engine:
     async def start(self, timeout_s: float) -> None:
         """Starts the processes and waits until the server answers.
 
-        Raises ProcessStartError when one of them dies or `timeout_s` is over.
+        Raises ProcessStartError when one of them dies or `timeout_s` is over, and where its nodes cannot hold it.
         """
+        await self._check_nodes()
         meeting = await self._claim(0, None)
         await asyncio.gather(*(self._claim(rank, meeting) for rank in range(1, len(self._parts))))
         urls = await asyncio.gather(*(actor.start.remote() for actor in self._actors))
@@ -85,6 +92,15 @@ class Engine:
         if ready not in done:
             raise ProcessStartError(str(await self._end_together(done.pop().result())))
         await ready
+
+    async def _check_nodes(self) -> None:
+        if len(self._actors) == 1:
+            return
+        marks = await asyncio.gather(*(actor.mark.remote() for actor in self._actors))
+        seen = await asyncio.gather(*(actor.seen_of.remote(marks) for actor in self._actors))
+        if (why := taken_for_one(marks, seen)) is not None:
+            await self._stop_at_once()
+            raise ProcessStartError(f"SGLang server {self.name} cannot start: {why}")
 
     async def _claim(self, rank: int, meeting: str | None) -> str:
         gpu_ids = [self._slots.slots[slot].gpu_id for slot in self._parts[rank].slots]
@@ -100,6 +116,7 @@ class Engine:
             nodes=[part.node for part in self._parts for _ in part.slots],
             tensor_parallel_size=self.settings.tensor_parallel_size,
             life=self.settings.life,
+            key=self.settings.key,
         )
 
     async def memory(self) -> dict[str, float]:

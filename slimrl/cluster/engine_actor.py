@@ -5,8 +5,8 @@ A server over several nodes has one such actor on each; `Engine` makes them and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,12 @@ from typing import Any
 import ray
 
 from slimrl.cluster import process_log, working_folder
+from slimrl.cluster.reach import Reach, called_at, node_address
+from slimrl.cluster.same_machine import NodeMark, marked, seen_of
+from slimrl.platform.machine import network_of
 from slimrl.processes import stacks
 from slimrl.processes.memory import resident_gib
+from slimrl.sglang.launch import ServerLaunch
 from slimrl.sglang.server import NodePart, ServerProcess
 
 POLL_INTERVAL_S = 0.25
@@ -34,9 +38,13 @@ class ServerSettings:
     random_seed: int
     options: dict[str, Any]
     memory_saver: bool  # whether its memory can be released
-    cpu: bool  # whether its slots are no GPUs; finding out takes seconds
+    cuda: bool  # whether it runs on GPUs
+    shares_gpus: bool = False  # with training ranks
+    nccl_cumem: str | None = None  # NCCL_CUMEM_ENABLE, as of the training ranks that send weights to it
     life: int = 0
     role: str = ""  # what it is, where it is not an engine of the policy
+    reach: Reach = Reach()
+    key: str | None = dataclasses.field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -66,30 +74,46 @@ class EngineActor:
         self._settings = settings
         self._server: ServerProcess | None = None
         self._stopping = False
+        self._marks = contextlib.ExitStack()
 
-    def claim(self, part: NodePart, gpu_ids: list[int], log_path: Path) -> str:
+    def claim(self, part: NodePart, gpu_ids: list[int | str], log_path: Path) -> str:
         """Chooses the ports; returns the address at which the processes of all nodes meet."""
-        if not self._settings.cpu:
-            # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         settings = self._settings
+        # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
+        launch = ServerLaunch(
+            settings.cuda,
+            settings.memory_saver,
+            settings.shares_gpus,
+            settings.nccl_cumem,
+            tuple(gpu_ids),
+            network_of(settings.reach.here()),
+        )
         server = ServerProcess(
             settings.model_path,
-            host=ray.util.get_node_ip_address(),
+            host=called_at(settings.options.get("host"), settings.reach.here()),
             tensor_parallel_size=settings.tensor_parallel_size,
             random_seed=settings.random_seed,
             options=settings.options,
-            memory_saver=settings.memory_saver,
-            cpu=settings.cpu,
+            launch=launch,
             log_path=log_path,
             part=part,
+            key=settings.key,
         )
         meeting = server.claim()
         self._server = server
         return meeting
 
+    def mark(self) -> NodeMark:
+        """Marks this node for the processes of the other nodes, until `start`."""
+        return self._marks.enter_context(marked(node_address()))
+
+    def seen_of(self, marks: list[NodeMark]) -> set[str]:
+        """Which of the marks are on this node too."""
+        return seen_of(marks)
+
     def start(self) -> str:
         """Starts the process and returns at once; its URL, which only the first node's answers requests at."""
+        self._marks.close()
         self._server.start()
         return self._server.url
 
@@ -135,5 +159,6 @@ class EngineActor:
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends the process and everything it started; `timeout_s` as in `ServerProcess.stop`."""
         self._stopping = True
+        self._marks.close()
         if self._server is not None:
             self._server.stop(timeout_s)

@@ -13,6 +13,9 @@ import threading
 from slimrl.rollout.under_way import running_line
 
 _PATIENCE_S = 2.0
+_LOOK_INTERVAL_S = 1.0
+
+ENDED = "no line, it was ended"
 
 
 class LoopWatch:
@@ -22,8 +25,19 @@ class LoopWatch:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
+    async def ended(self) -> str:
+        """Pending while the loop runs; then what ended it, as far as that can be known."""
+        while self._loop.is_running():
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+        return (
+            "the event loop of the rollout manager was ended: a callback in it raised SystemExit or KeyboardInterrupt,"
+            " as sys.exit() does; in functions of your own raise an Exception instead"
+        )
+
     async def blocked_at(self) -> str:
         """The line that blocks the loop, "" where it turns. Where it does not, all stacks are written to stderr."""
+        if not self._loop.is_running():
+            return ENDED
         turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         try:
             await asyncio.wait_for(asyncio.wrap_future(turn), _PATIENCE_S)

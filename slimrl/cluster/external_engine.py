@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engine_actor import ServerEnd
+from slimrl.sglang.access import key_of
 from slimrl.sglang.calls import answers
 from slimrl.sglang.errors import EngineError
 from slimrl.sglang.external import ExternalServer, inspect
@@ -23,12 +24,12 @@ ANSWER_TIMEOUT_S = 5.0
 SIGN_OF_LIFE = "/v1/loads"  # answered whatever the scheduler does; a server's /health waits for it to make a token
 
 
-async def silence_of(url: str, path: str, limit_s: float) -> str:
+async def silence_of(url: str, path: str, limit_s: float, key: str | None = None) -> str:
     """Pending while somebody answers a GET of `path` at `url`, at least once in `limit_s`; then a sentence."""
     last_answer = time.monotonic()
     while time.monotonic() - last_answer < limit_s:
         await asyncio.sleep(min(LOOK_INTERVAL_S, limit_s / 4))
-        if await asyncio.to_thread(answers, f"{url}{path}", min(ANSWER_TIMEOUT_S, limit_s)):
+        if await asyncio.to_thread(answers, f"{url}{path}", min(ANSWER_TIMEOUT_S, limit_s), key):
             last_answer = time.monotonic()
     return f"{url} has not answered for {limit_s:g} s (--rollout-health-check-timeout)"
 
@@ -41,6 +42,7 @@ class ExternalEngine:
     def __init__(self, address: str, index: int, args: Arguments, life: int = 0) -> None:
         self.address, self.index, self.life = address, index, life
         self._args = args
+        self.key = key_of(args)  # what the server asks for
         self._server: ExternalServer | None = None
 
     @property
@@ -57,7 +59,7 @@ class ExternalEngine:
     def endpoint(self) -> EngineEndpoint:
         """Where weights are sent to, once it has started: it lies on slots of its own."""
         size = self._server.tensor_parallel_size
-        return EngineEndpoint(self.url, slots=[], tensor_parallel_size=size, life=self.life)
+        return EngineEndpoint(self.url, slots=[], tensor_parallel_size=size, life=self.life, key=self.key)
 
     def successor(self) -> ExternalEngine:
         """The same server after it went away."""
@@ -76,6 +78,7 @@ class ExternalEngine:
                     self.address,
                     self._args.hf_checkpoint,
                     weights_come=not self._args.debug_rollout_only,
+                    key=self.key,
                 )
                 return
             except EngineError:
@@ -86,7 +89,7 @@ class ExternalEngine:
     async def watch(self) -> ServerEnd:
         """Pending while it answers and is the one that was started."""
         limit_s = self._args.rollout_health_check_timeout
-        silence = asyncio.ensure_future(silence_of(self.url, SIGN_OF_LIFE, limit_s))
+        silence = asyncio.ensure_future(silence_of(self.url, SIGN_OF_LIFE, limit_s, self.key))
         try:
             while not silence.done():
                 await asyncio.wait([silence], timeout=LOOK_INTERVAL_S)

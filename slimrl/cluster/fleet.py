@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import urllib.parse
 from pathlib import Path
 
-import ray
-
-from slimrl import platform
 from slimrl.arguments import Arguments
 from slimrl.cluster.engine import ActorPlace, Engine
 from slimrl.cluster.engine_actor import ServerSettings
 from slimrl.cluster.external_engine import ExternalEngine, silence_of
+from slimrl.cluster.launch import Launch
+from slimrl.cluster.reach import LOOPBACK, called_at
 from slimrl.cluster.slots import Slots
 from slimrl.processes.memory import resident_gib
+from slimrl.sglang.access import key_of
 from slimrl.sglang.errors import EngineError
 from slimrl.sglang.router import RouterProcess
 from slimrl.sglang.router_control import RunningRouter
@@ -41,12 +42,15 @@ class Fleet:
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, slots: Slots, environment: dict[str, str]) -> Fleet:
+    async def start(cls, args: Arguments, slots: Slots, launch: Launch) -> Fleet:
         """Starts every server and the router; returns when all servers answer through it."""
+        nodes = [part.node for parts in slots.engines for part in parts]
+        called_at(args.sglang_options.get("host"), LOOPBACK, nodes)  # or says why not, before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
-        place = ActorPlace(log_dir, args.log_level, environment, Path.cwd())
+        place = ActorPlace(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
-            Engine(server_settings(args, index), parts, slots, place) for index, parts in enumerate(slots.engines)
+            Engine(server_settings(args, index, launch), parts, slots, place)
+            for index, parts in enumerate(slots.engines)
         ] or [
             ExternalEngine(address, index, args)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())
@@ -57,6 +61,11 @@ class Fleet:
         endpoints = [engine.endpoint for engine in engines]
         await asyncio.to_thread(_register, router, [endpoint.url for endpoint in endpoints])
         return cls(engines, endpoints, router, router.url, args.rollout_health_check_timeout)
+
+    def reachable(self, args: Arguments) -> Arguments:
+        """`args` with the address of the router, where functions of the user's look for it."""
+        parts = urllib.parse.urlsplit(self.router_url)
+        return dataclasses.replace(args, sglang_router_ip=parts.hostname, sglang_router_port=parts.port)
 
     async def memory(self) -> dict[str, float]:
         """Resident memory of the router and of every server, GiB by name."""
@@ -107,9 +116,9 @@ class Fleet:
 
 def _router(args: Arguments, log_path: Path) -> AnyRouter:
     if args.sglang_router_ip is not None:
-        return RunningRouter(args.sglang_router_ip, args.sglang_router_port)
+        return RunningRouter(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
     return RouterProcess(
-        host=ray.util.get_node_ip_address(),
+        host=called_at(args.router_options.get("host"), LOOPBACK),  # only the rollout manager calls it
         port=args.sglang_router_port,
         options={
             "request_timeout_secs": args.sglang_router_request_timeout_secs,
@@ -117,6 +126,7 @@ def _router(args: Arguments, log_path: Path) -> AnyRouter:
             **args.router_options,
         },
         log_path=log_path,
+        key=key_of(args),
     )
 
 
@@ -138,7 +148,7 @@ def _register(router: AnyRouter, urls: list[str]) -> None:
         raise
 
 
-def server_settings(args: Arguments, index: int) -> ServerSettings:
+def server_settings(args: Arguments, index: int, launch: Launch) -> ServerSettings:
     """How server number `index` is started."""
     return ServerSettings(
         index=index,
@@ -147,5 +157,9 @@ def server_settings(args: Arguments, index: int) -> ServerSettings:
         random_seed=args.rollout_seed + index,
         options=args.sglang_options,
         memory_saver=args.offload_rollout,
-        cpu=platform.is_cpu(),
+        cuda=launch.machine.cuda,
+        shares_gpus=launch.run.shares_gpus,
+        nccl_cumem=launch.servers_nccl_cumem,
+        reach=launch.reach,
+        key=key_of(args),
     )

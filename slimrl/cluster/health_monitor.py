@@ -55,8 +55,9 @@ class HealthFlags:
 class HealthMonitor:
     """Probes servers from threads of its own, so that servers that hang keep nobody else's work."""
 
-    def __init__(self, flags: HealthFlags, servers: int) -> None:
+    def __init__(self, flags: HealthFlags, servers: int, key: str | None = None) -> None:
         self._flags = flags
+        self._key = key
         self._pool = ThreadPoolExecutor(max_workers=servers + 1, thread_name_prefix="health")
         self._quiet_until = 0.0
         self._pushes = 0  # begun or ended: even while none is under way
@@ -121,7 +122,7 @@ class HealthMonitor:
         return None
 
     async def _silent(self, server: Watched) -> str | None:
-        load = await self._ask(load_of, server.url, self._flags.timeout_s)
+        load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
         return "has not answered" if load.running is None else None
 
     async def _stopped(self, server: Watched) -> str | None:
@@ -135,11 +136,14 @@ class HealthMonitor:
         return f"has had stopped processes, {', '.join(names)}," if names else None
 
     async def _stuck(self, server: Watched) -> str | None:
-        load = await self._ask(load_of, server.url, self._flags.timeout_s)
+        load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
         if self.pushing or load.seconds is None or load.seconds < self._flags.timeout_s:
             return None
         pushes = self._pushes
-        if await self._ask(answers, f"{server.url}/server_info", self._flags.timeout_s) or pushes != self._pushes:
+        if (
+            await self._ask(answers, f"{server.url}/server_info", self._flags.timeout_s, self._key)
+            or pushes != self._pushes
+        ):
             return None
         held = f" with {load.running} requests running and {load.waiting} queued" if load.running else ""
         return f"has had a scheduler without a sign of life{held}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
@@ -14,36 +16,47 @@ from slimrl.cluster.ray_environment import prepare_ray_environment
 from slimrl.processes.command_line import show_as
 
 if TYPE_CHECKING:
+    from slimrl.arguments import Arguments
     from slimrl.cluster.run import Run
 
 logger = logging.getLogger("slimrl")
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+_EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 class _Interrupts:
-    """Handles SIGINT and SIGTERM, as Ctrl-C and `ray job stop` send them: the first one ends the run, further ones do
-    not disturb its end."""
+    """Handles SIGINT, SIGTERM and SIGHUP, as Ctrl-C, `ray job stop` and a terminal that closes send them: the first one
+    ends the run, further ones do not disturb its end. SIGHUP is left alone where it is ignored, as under `nohup`."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        for number in _EXIT_CODES:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     @property
     def exit_code(self) -> int:
         """By the first signal: of the exception Ray makes one of its own on the way."""
-        return EXIT_TERMINATED if self.first == signal.SIGTERM else EXIT_INTERRUPTED
+        return _EXIT_CODES[signal.Signals(self.first or signal.SIGINT)]
 
     def _handle(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         if self.first is not None:
             logger.warning("already ending what this run started; a moment")
             return
         self.first = number
         raise KeyboardInterrupt
+
+    def _leave_terminal(self) -> None:
+        """Writes to a terminal that is gone would fail, and with them the end of the run."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in self._terminals:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 def passthrough_flags() -> dict[str, Callable]:
@@ -63,27 +76,42 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
         from slimrl.cluster.dry_run import dry_run
 
         return dry_run(args, entry)
+    code = _run(args, loop)
+    from slimrl.observability.verdict import last_words
+
+    logger.info("%s", last_words(args.run_dir, os.getpid()))
+    return code
+
+
+def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
+    from slimrl.cluster.launch import DriverWithoutGpuError
     from slimrl.cluster.run import open_run
     from slimrl.cluster.session import SlotsMissingError
     from slimrl.cluster.supervise import ProcessDiedError
     from slimrl.cluster.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WaitedTooLongError
+    from slimrl.data.watched_file import ChangedDataError
     from slimrl.hooks import HookFailedError
     from slimrl.observability.logs import setup_logging
     from slimrl.observability.prometheus import PrometheusError
     from slimrl.observability.run_checks import RunCheckError
+    from slimrl.observability.run_folder import make_private
     from slimrl.processes import ProcessStartError
+    from slimrl.processes.folder_lock import FolderInUseError
     from slimrl.rollout.failures import SampleError
     from slimrl.rollout.rm_hub.failures import NoVerdictsError
     from slimrl.sglang.errors import EngineError
     from slimrl.weights.servers import WeightSyncError
 
+    open_to_others = make_private(Path(args.run_dir))
     setup_logging(args.log_level, args.run_dir)
+    if open_to_others is not None:
+        logger.warning("%s", open_to_others)
     interrupts = _Interrupts()
     try:
         with open_run(args) as run:
             loop(run)
-    except (SlotsMissingError, PrometheusError) as error:
+    except (SlotsMissingError, DriverWithoutGpuError, PrometheusError, FolderInUseError) as error:
         logger.error("%s", error)
         return EXIT_REFUSED
     except (
@@ -97,6 +125,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
         NoVerdictsError,
         HookFailedError,
         RunCheckError,
+        ChangedDataError,
     ) as error:
         logger.error("%s", error)
         return EXIT_FAILED

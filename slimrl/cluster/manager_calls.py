@@ -19,6 +19,11 @@ def of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:
     return Awaited(what, lambda _: of_generation(answers([manager.where.remote()])[0]))
 
 
+def of_servers(manager: ray.actor.ActorHandle) -> str:
+    """The servers that keep somebody waiting, whoever is waited for; "" for none."""
+    return "; ".join(answers([manager.server_states.remote()])[0] or [])
+
+
 class EngineMemory:
     """The memory of the servers, which the rollout manager looks after."""
 

@@ -9,6 +9,8 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from slimrl.processes.optional_files import optional_output
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -21,7 +23,9 @@ def redirect_to(path: Path, level: str) -> None:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     faulthandler.enable(file=sys.__stderr__)
-    logging.basicConfig(stream=file, level=level.upper(), format=LOG_FORMAT, force=True)
+    # whoever prints, a reward function of the user's, say, is not ended by a full disk
+    sys.stdout, sys.stderr = optional_output(1), optional_output(2)
+    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, force=True)
 
 
 def last_lines(path: Path, count: int = 20) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import os
 import pickle
 import sys
 import traceback
@@ -16,13 +17,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from slimrl.cluster.meeting import Meeting, join_meeting, open_meeting
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
+from slimrl.hooks import described
 from slimrl.observability.logs import LOG_FORMAT
 from slimrl.observability.timeline_recorder import Timeline
+from slimrl.platform.decisions import rank_without_gpu
 from slimrl.processes import stacks
+from slimrl.processes.optional_files import optional_output
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
     from slimrl.weights.sync import WeightUpdater
 
@@ -35,33 +40,39 @@ class Rank:
         self._on_progress = on_progress
         self.timeline = Timeline.open(setup.args, f"train rank {setup.rank}")
         self._updater: WeightUpdater | None = None
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._meeting_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
-    def open_store(self) -> int:
-        """Opens the store in which all ranks meet, on a free port that it returns; for rank 0.
-
-        Bound here and kept, because a port that was only looked for may be somebody else's a moment later.
-        """
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._meeting_timeout)
-        return self._store.port
+    def open_store(self, host: str | None) -> Meeting:
+        """Opens the store in which all ranks meet and says where; for rank 0. `host` as in `meeting.open_meeting`."""
+        meeting, self._store = open_meeting(host, self._setup.world_size, self._meeting_timeout)
+        return meeting
 
     def prepare(self) -> None:
         """Imports what training needs: it takes seconds and no device memory, so that engines may start meanwhile."""
         import slimrl.megatron.trainer
         import slimrl.weights.sync  # noqa: F401
 
-    def initialize(self, host: str, port: int) -> RankStart:
-        """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer."""
-        from torch.distributed import TCPStore
+    def initialize(self, meeting: Meeting) -> RankStart:
+        """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer.
+
+        Raises RuntimeError where the run uses GPUs and this rank has none.
+        """
+        import torch
 
         from slimrl.megatron.trainer import MegatronTrainer
 
         setup = self._setup
+        why = rank_without_gpu(
+            expected=setup.cuda,
+            found=torch.cuda.is_available(),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            torch_version=torch.__version__,
+        )
+        if why is not None:
+            raise RuntimeError(why)
         if self._store is None:
-            self._store = TCPStore(host, port, is_master=False, timeout=self._meeting_timeout)
+            self._store = join_meeting(meeting, setup.world_size, self._meeting_timeout)
         self._trainer = MegatronTrainer(
             setup.args,
             rank=setup.rank,
@@ -149,8 +160,8 @@ def serve(connection: Connection) -> None:
             # not after an error: a device that failed refuses every further call, and the error would be lost
             if device_memory := rank.device_memory():
                 connection.send_bytes(pickle.dumps(("memory", device_memory)))
-        except Exception as error:
-            answer = ("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        except BaseException as error:  # code of the user's, as a model's layers, may ask for the end of the process
+            answer = ("error", (described(error), traceback.format_exc()))
         # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
 
@@ -162,5 +173,6 @@ def _facts(arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     stacks.listen()
+    sys.stdout, sys.stderr = optional_output(1), optional_output(2)  # a user's loss function may print
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     serve(Connection(int(sys.argv[1])))

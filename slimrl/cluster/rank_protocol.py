@@ -15,6 +15,7 @@ class RankSetup:
     args: Arguments
     rank: int
     world_size: int
+    cuda: bool  # whether the run trains on GPUs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,16 +90,24 @@ class Recovery:
     """Make it inside the event loop in which its methods are called."""
 
     def __init__(
-        self, flags: HealthFlags, fleet: Fleet, client: RouterClient, memory: EngineMemory, *, weights_come: bool
+        self,
+        flags: HealthFlags,
+        fleet: Fleet,
+        client: RouterClient,
+        memory: EngineMemory,
+        *,
+        weights_come: bool,
+        key: str | None = None,
     ) -> None:
         """Takes over the watch of `fleet`, and the lists of servers in `client` and `memory`.
 
-        `weights_come` is false where nobody trains: servers have their weights from the start then.
+        `weights_come` is false where nobody trains: servers have their weights from the start then. `key` opens them.
         """
         self._fleet, self._client, self._memory = fleet, client, memory
         self._weights_come = weights_come
+        self._key = key
         self._places = [_Place(engine) for engine in fleet.engines]
-        self._monitor = HealthMonitor(flags, len(fleet.engines))
+        self._monitor = HealthMonitor(flags, len(fleet.engines), key)
         self._events: list[str] = []
         self._counts: Counter[str] = Counter()
         self._resent = client.resent
@@ -129,7 +137,7 @@ class Recovery:
         """A rollout is complete: servers that worked and are still there have shown that they can."""
         self._router.losses = 0
         serving = [(place, place.engine) for place in self._places if place.phase is Phase.SERVING]
-        loads = [asyncio.to_thread(load_of, engine.url, LOAD_TIMEOUT_S) for _, engine in serving]
+        loads = [asyncio.to_thread(load_of, engine.url, LOAD_TIMEOUT_S, self._key) for _, engine in serving]
         for (place, engine), load in zip(serving, await asyncio.gather(*loads), strict=True):
             if load.prefilled and place.has(engine):
                 place.losses = 0
@@ -282,7 +290,7 @@ class Recovery:
             place.engine, place.blamed = self._fleet.renew(index), self._loop.create_future()
             await self._start_of(place.engine)
             async with self._memory_turn:
-                await asyncio.to_thread(self._memory.adopt, ServerControl(place.engine.url))
+                await asyncio.to_thread(self._memory.adopt, ServerControl(place.engine.url, key=self._key))
                 place.phase = Phase.WAITING
                 self._set_lists()
         finally:
@@ -326,7 +334,9 @@ class Recovery:
 
     def _set_lists(self) -> None:
         self._client.server_urls = self._serving()
-        self._memory.servers = [ServerControl(p.engine.url) for p in self._places if p.phase is not Phase.LOST]
+        self._memory.servers = [
+            ServerControl(place.engine.url, key=self._key) for place in self._places if place.phase is not Phase.LOST
+        ]
 
     def _serving(self) -> list[str]:
         return [place.engine.url for place in self._places if place.phase is Phase.SERVING]

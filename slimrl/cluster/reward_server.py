@@ -11,12 +11,13 @@ import dataclasses
 from collections.abc import Awaitable
 from pathlib import Path
 
-from slimrl import platform
 from slimrl.arguments import Arguments
 from slimrl.arguments.reward_model import RewardModelConfig
 from slimrl.cluster.engine import ActorPlace, Engine
 from slimrl.cluster.engine_actor import ServerSettings
+from slimrl.cluster.launch import Launch
 from slimrl.cluster.slots import Slots
+from slimrl.sglang.access import OPTION
 from slimrl.weights.reward_head import servable_folder
 
 READY_TIMEOUT_S = 900.0
@@ -31,18 +32,18 @@ class RewardServers:
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, slots: Slots, environment: dict[str, str]) -> RewardServers:
+    async def start(cls, args: Arguments, slots: Slots, launch: Launch) -> RewardServers:
         """Starts every server and returns when all of them answer. Raises ProcessStartError where one dies."""
         if not slots.reward_engines:
             return cls([])
-        place = ActorPlace(Path(args.run_dir).absolute() / "logs", args.log_level, environment, Path.cwd())
+        place = ActorPlace(Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd())
         folder = Path(args.rm_model).absolute()
         architecture = RewardModelConfig.read(folder).architecture
         model = await asyncio.to_thread(
             servable_folder, folder, architecture, Path(args.run_dir).absolute() / "rm_model"
         )
         engines = [
-            Engine(server_settings(args, model, index), parts, slots, place)
+            Engine(server_settings(args, model, index, launch), parts, slots, place)
             for index, parts in enumerate(slots.reward_engines)
         ]
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
@@ -78,7 +79,7 @@ class RewardServers:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-def server_settings(args: Arguments, model: Path, index: int) -> ServerSettings:
+def server_settings(args: Arguments, model: Path, index: int, launch: Launch) -> ServerSettings:
     """How server number `index` is started."""
     options = dict(args.rm_server_options)
     return ServerSettings(
@@ -88,6 +89,8 @@ def server_settings(args: Arguments, model: Path, index: int) -> ServerSettings:
         random_seed=args.rollout_seed + index,
         options={**options, "is_embedding": True},
         memory_saver=False,
-        cpu=platform.is_cpu(),
+        cuda=launch.machine.cuda,
         role=ROLE,
+        reach=launch.reach,
+        key=options.get(OPTION),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import pickle
 import time
 from collections.abc import Sequence
@@ -17,16 +18,20 @@ from slimrl.cluster import process_log, working_folder
 from slimrl.cluster.event_loop import LoopWatch
 from slimrl.cluster.fleet import Fleet
 from slimrl.cluster.health_monitor import HealthFlags
+from slimrl.cluster.launch import Launch
 from slimrl.cluster.recovery import KEEP_TRYING_S, Recovery
 from slimrl.cluster.replay import recorded_groups
 from slimrl.cluster.reward_server import RewardServers
+from slimrl.cluster.server_states import states_of
 from slimrl.cluster.slots import Slots
 from slimrl.cluster.whereabouts import GenerationWhere
 from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
+from slimrl.hooks import contain_tasks
 from slimrl.observability import dump
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.processes.memory import resident_gib
+from slimrl.processes.optional_files import OptionalFiles
 from slimrl.rollout import drawn, garbage
 from slimrl.rollout.all_metrics import all_metrics
 from slimrl.rollout.generate import RolloutGenerator
@@ -39,6 +44,7 @@ from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sglang_rollout import rollout_without_engines
 from slimrl.rollout.staleness import staleness_metrics
 from slimrl.rollout.train_data import training_batch
+from slimrl.sglang.access import key_of
 from slimrl.sglang.client import KEEP_TRYING_S as KEEP_TRYING_WITHOUT_RECOVERY_S
 from slimrl.sglang.client import RouterClient
 from slimrl.sglang.control import ServerControl
@@ -46,6 +52,7 @@ from slimrl.sglang.loads import load_of
 from slimrl.sglang.memory import EngineMemory
 
 LOADS_TIMEOUT_S = 2.0
+LOOP_INTERVAL_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +97,7 @@ def _tokenizer_and_data(args: Arguments) -> tuple[Any, Any]:
     return tokenizer, open_data_source(args, tokenizer)
 
 
-@ray.remote(num_cpus=0, concurrency_groups={"watchdog": 4})
+@ray.remote(num_cpus=0, concurrency_groups={"watchdog": 6})
 class RolloutManager:
     """An asyncio actor: `watch` stays pending beside a running `generate`, which may overlap with training.
 
@@ -102,6 +109,7 @@ class RolloutManager:
         process_log.redirect_to(log_path, args.log_level)
         self._args = args
         self._timeline = Timeline.open(args, "rollout manager")
+        self._dumps = OptionalFiles(f"the rollout dump {args.save_debug_rollout_data}")
         self._data_parallel_size = data_parallel_size
         self._fleet: Fleet | None = None
         self._reward_servers = RewardServers([])
@@ -116,20 +124,22 @@ class RolloutManager:
         self._tokenizer: Any = None
         self._data_source: Any = None
 
-    async def start(self, slots: Slots | None, environment: dict[str, str]) -> list[Any]:
+    async def start(self, slots: Slots | None, launch: Launch) -> list[Any]:
         """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
         garbage.expect_many_samples()
         self._loop = LoopWatch()
+        contain_tasks(asyncio.get_running_loop())
         if slots is None:
             await self._open_data()
             return []
         self._doing = "starting the servers (sglang*.log and router.log beside this log)"
-        fleet = self._start_fleet(slots, environment)
-        judges = RewardServers.start(self._args, slots, environment)
+        fleet = self._start_fleet(slots, launch)
+        judges = RewardServers.start(self._args, slots, launch)
         with self._timeline.span("start of the servers"):
             # together: each takes seconds
             _, self._reward_servers, _ = await asyncio.gather(fleet, judges, self._open_data())
-        self._args = self._reward_servers.reachable(self._args)
+        self._args = self._fleet.reachable(self._reward_servers.reachable(self._args))
+        key = key_of(self._args)
         self._client = RouterClient(
             self._fleet.router_url,
             [endpoint.url for endpoint in self._fleet.endpoints],
@@ -137,12 +147,14 @@ class RolloutManager:
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
             keep_trying_s=KEEP_TRYING_S if self._args.use_fault_tolerance else KEEP_TRYING_WITHOUT_RECOVERY_S,
             weights_are_pushed=not self._args.debug_rollout_only,
+            key=key,
+            vocabulary=self._args.vocab_size,
         )
         await self._client.__aenter__()
-        self._memory = EngineMemory([ServerControl(endpoint.url) for endpoint in self._fleet.endpoints])
+        self._memory = EngineMemory([ServerControl(endpoint.url, key=key) for endpoint in self._fleet.endpoints])
         if self._args.use_fault_tolerance:
             flags, trained = HealthFlags.from_args(self._args), not self._args.debug_rollout_only
-            self._recovery = Recovery(flags, self._fleet, self._client, self._memory, weights_come=trained)
+            self._recovery = Recovery(flags, self._fleet, self._client, self._memory, weights_come=trained, key=key)
         self._generator = RolloutGenerator(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
@@ -152,8 +164,8 @@ class RolloutManager:
         self._doing = ""
         return self._fleet.endpoints
 
-    async def _start_fleet(self, slots: Slots, environment: dict[str, str]) -> None:
-        self._fleet = await Fleet.start(self._args, slots, environment)
+    async def _start_fleet(self, slots: Slots, launch: Launch) -> None:
+        self._fleet = await Fleet.start(self._args, slots, launch)
 
     async def _open_data(self) -> None:
         """Loads the tokenizer and opens the data source, once."""
@@ -164,6 +176,13 @@ class RolloutManager:
     async def watch(self) -> str:
         """Pending while the fleet lives; then the message of the first death that cannot be made good."""
         return await self._reward_servers.watch((self._fleet if self._recovery is None else self._recovery).watch())
+
+    @ray.method(concurrency_group="watchdog")
+    async def watch_loop(self) -> str:
+        """Pending while the event loop runs in which functions of the user's are called; then what ended it."""
+        while (loop := self._loop) is None:
+            await asyncio.sleep(LOOP_INTERVAL_S)
+        return await loop.ended()
 
     async def recover(self, method: str, *arguments: Any) -> Any:
         """Calls a method of `Recovery` (`--use-fault-tolerance`)."""
@@ -222,11 +241,20 @@ class RolloutManager:
         return sorted(self._fleet.router.added) if self._fleet is not None else []
 
     @ray.method(concurrency_group="watchdog")
+    async def server_states(self) -> list[str]:
+        """A sentence for each server that keeps others waiting, those of the reward model too."""
+        if self._fleet is None:
+            return []
+        return await states_of([*self._fleet.engines, *self._reward_servers.engines], self._fleet.router.pid)
+
+    @ray.method(concurrency_group="watchdog")
     async def where(self) -> GenerationWhere:
         """What is being done, which samples are unfinished and what keeps them, and how busy the servers are."""
         finished, expected = await self.progress()
         urls = self._client.server_urls if self._client else []
-        loads = await asyncio.gather(*(asyncio.to_thread(load_of, url, LOADS_TIMEOUT_S) for url in urls))
+        loads = await asyncio.gather(
+            *(asyncio.to_thread(load_of, url, LOADS_TIMEOUT_S, key_of(self._args)) for url in urls)
+        )
         return GenerationWhere(
             doing=self._doing,
             finished=finished,
@@ -270,7 +298,7 @@ class RolloutManager:
         rewards = rewards_of(self._args, samples)
         metrics = all_metrics(self._args, samples, rewards.raw.tolist(), seconds) | self._request_metrics(len(samples))
         metrics |= {**staleness_metrics(rollout_id, samples), **output.metrics, **await self._faults()}
-        self._dump(rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
+        await asyncio.to_thread(self._dump, rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
         shares = self._schedule(training_batch(self._args, samples, rewards))
         versions = {version for sample in samples for version in sample.weight_versions}
         versions |= {version for sample in samples for version, _ in sample.version_spans if version}
@@ -317,7 +345,7 @@ class RolloutManager:
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         keys = {dataset.name: dataset.reward_key for dataset in self._args.eval_datasets}
         of_samples = [keys.get(name) for name, result in results.items() for _ in result.samples]
-        self._dump(rollout_id, samples, metrics, of_samples, evaluation=True)
+        await asyncio.to_thread(self._dump, rollout_id, samples, metrics, of_samples, evaluation=True)
         scalars = reported_scalars(self._args, rollout_id, results)
         return {name: EvaluationReport(result.mean_reward, scalars[name]) for name, result in results.items()}
 
@@ -332,9 +360,9 @@ class RolloutManager:
     ) -> None:
         template = self._args.save_debug_rollout_data
         if template:
-            dump.save_rollout(
-                template, rollout_id, samples, metrics=metrics, evaluation=evaluation, reward_keys=reward_keys
-            )
+            write = functools.partial(dump.save_rollout, template, rollout_id, samples, metrics=metrics)
+            limit = self._args.save_debug_rollout_limit
+            self._dumps.attempt(lambda: write(evaluation=evaluation, reward_keys=reward_keys, limit=limit))
 
     async def close(self) -> None:
         """Ends the client, the router and the servers."""

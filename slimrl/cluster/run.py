@@ -16,9 +16,12 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.plan.checkpoints import start_of
 from slimrl.cluster.early_end import ManagerEnd
 from slimrl.cluster.joining import Joining
-from slimrl.cluster.manager_calls import EngineMemory, of_manager
+from slimrl.cluster.launch import Launch
+from slimrl.cluster.manager_calls import EngineMemory, of_manager, of_servers
+from slimrl.cluster.node_watch import watching
+from slimrl.cluster.reach import reach_of
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
-from slimrl.cluster.session import ray_session, worker_environment
+from slimrl.cluster.session import ray_session
 from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_group import TrainGroup
@@ -31,7 +34,9 @@ from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.timeline import merge_at_end
 from slimrl.observability.timeline_recorder import Timeline
 from slimrl.observability.versions import package_versions
+from slimrl.processes.folder_lock import only_run_in
 from slimrl.processes.memory import resident_gib
+from slimrl.sglang.access import with_key
 from slimrl.sglang.external import check_somebody_listens
 from slimrl.weights.roles import EngineEndpoint
 
@@ -284,27 +289,33 @@ def open_run(args: Arguments) -> Iterator[Run]:
     """Reserves slots, starts train workers and the inference fleet, loads the checkpoint; ends them all at the end."""
     check_somebody_listens(args.rollout_external_engine_addrs or [])
     plan = plan_slots(args)
-    environment = worker_environment(args.train_env_vars)
+    launch = Launch.of_run(args)
     with contextlib.ExitStack() as stack:
+        if args.save is not None and not args.debug_rollout_only and not args.only_evaluates:
+            stack.enter_context(only_run_in(args.save, flag="--save", name=Path(args.run_dir).name))
         timeline = stack.enter_context(_timeline(args))  # put together when everybody has ended
         beginning = stack.enter_context(contextlib.ExitStack())
         beginning.enter_context(timeline.span("start"))
-        stack.enter_context(ray_session(plan.total))
+        stack.enter_context(ray_session(plan.total, machine=launch.machine))
         log = stack.enter_context(RunLog.open(args, package_versions()))
-        args = dataclasses.replace(args, wandb_key=None)  # nobody else needs it
+        args = with_key(dataclasses.replace(args, wandb_key=None))  # nobody else needs that one
         slots = Slots(plan)
         stack.callback(slots.release)
-        supervisor = Supervisor(Patience.from_args(args))
-        manager = _start_manager(args, plan, environment)
+        launch = launch.placed(reach_of(args))
+        nodes = stack.enter_context(watching(slots.slots, plan))
+        supervisor = Supervisor(Patience.from_args(args), nodes.silent)
+        manager = _start_manager(args, plan, launch)
         manager_end = stack.enter_context(ManagerEnd.of_actor(args, manager))
+        supervisor.ask_too(functools.partial(of_servers, manager))
+        supervisor.watch(manager.watch_loop.remote(), lambda error: f"the rollout manager died: {error}")
         args = _with_length(args, manager, supervisor)
 
         logger.info("starting %d train workers and %d rollout slots", len(plan.train), len(plan.rollout))
-        starting = manager.start.remote(None if args.debug_train_only else slots, environment)
+        starting = manager.start.remote(None if args.debug_train_only else slots, launch)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
             logger.info("%s", start_of(args).sentence)
-            trainers = TrainGroup(args, slots, supervisor, environment)
+            trainers = TrainGroup(args, slots, supervisor, launch)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training takes its memory
             supervisor.get([starting], of_manager(manager, "the start of the engines"))
@@ -360,8 +371,8 @@ def _joining(
     return joining
 
 
-def _start_manager(args: Arguments, plan: SlotPlan, environment: dict[str, str]) -> ray.actor.ActorHandle:
-    options = {"runtime_env": {"env_vars": environment}, "name": "rollout manager", "max_concurrency": 64}
+def _start_manager(args: Arguments, plan: SlotPlan, launch: Launch) -> ray.actor.ActorHandle:
+    options = {"runtime_env": {"env_vars": launch.environment}, "name": "rollout manager", "max_concurrency": 64}
     data_parallel_size = args.data_parallel_size if plan.train else 1
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
     return RolloutManager.options(**options).remote(args, data_parallel_size, log_path, Path.cwd())

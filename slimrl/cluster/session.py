@@ -3,75 +3,78 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
 
-from slimrl import platform
+from slimrl.cluster.launch import check_driver_sees_gpus
+from slimrl.platform.machine import Machine, this_machine
+from slimrl.processes import leftovers
 
-CPU_DEFAULTS = {
-    # Several ranks and servers share one machine's cores: one thread each is faster than all fighting.
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-GPU_DEFAULTS = {
-    # Tensor parallelism overlaps communication and computation in the order in which both were launched.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
-# Ray kills the children of an actor that ends, and with them the guardians that clean up behind servers and ranks.
-GUARDED = {"RAY_kill_child_processes_on_worker_exit": "0"}
-# Where the driver sees no GPU its workers see none, even on slots that Ray numbers.
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+logger = logging.getLogger("slimrl")
 
 DAEMON_END_TIMEOUT_S = 3.0
+RAY_FOLDER = "r"  # the path of a socket in it may not be longer than 107 bytes
 
 
 class SlotsMissingError(RuntimeError):
     """The Ray cluster has fewer GPU slots than the flags ask for."""
 
 
-def worker_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Environment of every actor: `--train-env-vars`, then what the driver has, then the machine's defaults."""
-    cpu = platform.is_cpu()
-    defaults = CPU_DEFAULTS if cpu else GPU_DEFAULTS
-    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return {**chosen, **extra, **GUARDED, **(NO_GPU if cpu else {})}
-
-
 @contextlib.contextmanager
-def ray_session(slots_needed: int, log_level: str = "warning") -> Iterator[None]:
+def ray_session(slots_needed: int, log_level: str = "warning", machine: Machine | None = None) -> Iterator[None]:
     """Connects to the running cluster (as inside `ray job submit`), else starts a local one; leaves it at the end.
 
-    A local cluster on a machine without GPUs is given `slots_needed` logical GPUs.
-    Raises SlotsMissingError when the cluster can never place the job.
+    A local cluster on a machine without GPUs is given `slots_needed` logical GPUs. `machine` is the driver's.
+    Raises SlotsMissingError when the cluster can never place the job, DriverWithoutGpuError where it has GPUs that the
+    driver does not see.
     """
+    machine = machine if machine is not None else this_machine()
+    if removed := leftovers.sweep():
+        logger.info("removed what killed runs had left: %s", ", ".join(removed))
     options = {"log_to_driver": False, "logging_level": log_level}
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         if os.environ.get("RAY_ADDRESS"):
             with _own_signal_handler():
                 ray.init(**options)
+            _warn_of_open_cluster()
+            check_driver_sees_gpus(machine, ray.cluster_resources(), os.environ)
         else:
-            _start_local(stack, slots_needed, options)
+            _start_local(stack, slots_needed, options, machine)
         check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
         yield
 
 
-def _start_local(stack: contextlib.ExitStack, slots: int, options: dict[str, Any]) -> None:
-    # A folder of our own, short enough for the sockets inside it, so that nothing stays behind.
-    folder = tempfile.TemporaryDirectory(prefix="slimrl-ray-", ignore_cleanup_errors=True)
-    stack.enter_context(folder)
+def _warn_of_open_cluster() -> None:
+    """A cluster of the user's may be kept from strangers by other means, which nobody sees from here."""
+    nodes = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+    if len(nodes) > 1 and get_authentication_mode() != AuthenticationMode.TOKEN:
+        logger.warning(
+            "the Ray cluster spans %d nodes (%s) and asks nobody for a token: whoever reaches one of their ports runs"
+            " commands as you; start it with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN on every node, or keep"
+            " strangers out of its network (docs/install.md, several nodes)",
+            len(nodes),
+            ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else ""),
+        )
+
+
+def _start_local(stack: contextlib.ExitStack, slots: int, options: dict[str, Any], machine: Machine) -> None:
+    # A folder of our own, short enough for the sockets inside it, so that nothing stays behind. Ray opens the folder
+    # that it is given to everybody: it gets one inside.
+    folder = stack.enter_context(leftovers.owned_folder("slimrl-ray-")) / RAY_FOLDER
     stack.callback(ray.shutdown)  # before the folder goes
-    logical = {"num_gpus": slots} if platform.is_cpu() else {}
+    logical = {} if machine.cuda else {"num_gpus": slots}
     with contextlib.ExitStack() as unfinished:
         unfinished.callback(_end_children_but, psutil.Process().children())
         with _own_signal_handler(), _visible_to_ray(bool(logical)), _children_in_their_own_groups():
-            ray.init(address="local", include_dashboard=False, _temp_dir=folder.name, **logical, **options)
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **logical, **options)
         unfinished.pop_all()
 
 
@@ -82,7 +85,7 @@ def _own_signal_handler() -> Iterator[None]:
     What an exception out of a handler meets, as code of Ray's that ignores every error, decides whether it is heard of:
     a signal that came in this block is handled after it once more.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with _signals_noted() as came:
         try:
             yield

@@ -60,20 +60,25 @@ def plan_slots(args: Arguments) -> SlotPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One reserved GPU (or CPU share): its bundle, its node and its GPU number on that node.
+    """One reserved GPU (or CPU share): its bundle, its node and its GPU's number on that node.
 
-    `node` is Ray's own name of the node: one machine may have several.
+    Where the node's CUDA_VISIBLE_DEVICES names GPUs by UUID, `gpu_id` is the UUID. `node` is Ray's own name of the
+    node: one machine may have several.
     """
 
     bundle: int
     node: str
     node_ip: str
-    gpu_id: int
+    gpu_id: int | str
 
 
 def in_order(slots: Iterable[Slot]) -> list[Slot]:
     """The slots node by node (by address), on each by GPU number."""
-    return sorted(slots, key=lambda slot: (int(ipaddress.ip_address(slot.node_ip)), slot.node, slot.gpu_id))
+
+    def place(slot: Slot) -> tuple[int, str, bool, int | str]:
+        return int(ipaddress.ip_address(slot.node_ip)), slot.node, isinstance(slot.gpu_id, str), slot.gpu_id
+
+    return sorted(slots, key=place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +120,15 @@ def _straddling(index: int, parts: list[EnginePart], slots: Sequence[Slot], on_n
 
 @ray.remote(num_cpus=0, num_gpus=TRAIN_SHARE)
 class _Probe:
-    def where(self) -> tuple[str, str, int]:
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+    def where(self) -> tuple[str, str, int | str]:
+        gpu = str(ray.get_gpu_ids()[0])
+        number = int(gpu) if gpu.isdigit() else gpu
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), number
+
+
+def gpus_of_nodes() -> dict[str, int]:
+    """By node, how many GPUs Ray has there, reserved or not."""
+    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
 
 
 class Slots:

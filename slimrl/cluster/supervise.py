@@ -36,10 +36,13 @@ class Supervisor:
     A watch becomes ready (with a message) or fails (with Ray's actor error) when its process dies.
     """
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Patience, silent_nodes: Callable[[], str] = str) -> None:
+        """`silent_nodes` tells which nodes do not answer on the network, in words."""
         self._patience = patience
+        self._silent_nodes = silent_nodes
         self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
         self._attendant: Attendant | None = None
+        self._bystanders: Callable[[], str] = lambda: ""
 
     def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
         """Watches `ref`; `describe(error)` makes the message from Ray's error where the ref holds no text."""
@@ -49,10 +52,15 @@ class Supervisor:
         """From now on every wait heeds its news."""
         self._attendant = attendant
 
+    def ask_too(self, bystanders: Callable[[], str]) -> None:
+        """Every report of a long wait ends with what this says of those that are not waited for themselves, or ""."""
+        self._bystanders = bystanders
+
     def forget(self) -> None:
         """Drops every watch: from here on processes end because they are told to."""
         self._watches.clear()
         self._attendant = None
+        self._bystanders = lambda: ""
 
     def get(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None = None) -> list[Any]:
         """`ray.get`, ended early by the first failure among `refs` or the watched processes; `awaited` says what for.
@@ -67,7 +75,7 @@ class Supervisor:
 
     def _wait(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None) -> None:
         pending = list(dict.fromkeys(refs))
-        wait = Wait(self._patience, awaited)
+        wait = Wait(self._patience, self._with_silent_nodes(awaited), self._bystanders)
         while pending:
             times = [wait.remaining(), PROGRESS_INTERVAL_S if progress else None]
             timeout = min((time_s for time_s in times if time_s is not None), default=None)
@@ -86,6 +94,14 @@ class Supervisor:
                     raise ProcessDiedError(self._message(ref))
                 pending.remove(ref)
                 self._raise_failure(ref)
+
+    def _with_silent_nodes(self, awaited: Awaited) -> Awaited:
+        """A wait whose report begins with the nodes that keep everybody else waiting."""
+
+        def describe(places: Sequence[int]) -> str:
+            return "; ".join(filter(None, [self._silent_nodes(), awaited.describe(places)]))
+
+        return Awaited(awaited.what, describe)
 
     def _act(self, attendant: Attendant) -> None:
         """Nobody attends to the waits in which it acts itself."""

@@ -10,7 +10,8 @@ from typing import Any
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.slots import TRAIN_SHARE, Slots
+from slimrl.cluster.launch import Launch, RankPlace
+from slimrl.cluster.slots import TRAIN_SHARE, Slots, gpus_of_nodes
 from slimrl.cluster.supervise import Supervisor
 from slimrl.cluster.train_worker import TrainWorker
 from slimrl.cluster.watchdog import Awaited, answers
@@ -23,7 +24,7 @@ logger = logging.getLogger("slimrl")
 class TrainGroup:
     """One worker per training slot. Every method blocks until all ranks have answered."""
 
-    def __init__(self, args: Arguments, slots: Slots, supervisor: Supervisor, environment: dict[str, str]) -> None:
+    def __init__(self, args: Arguments, slots: Slots, supervisor: Supervisor, launch: Launch) -> None:
         """Starts the actors and watches them; the model is built by `initialize`."""
         self._supervisor = supervisor
         self._check_equal = args.check_weight_update_equal  # until the first push
@@ -31,11 +32,20 @@ class TrainGroup:
         self.pushing: int | None = None  # the version of a push that has begun and is not complete
         self.last_push: dict[str, float] = {}  # its metrics by their full names
         ranks = slots.plan.train
-        log_dir = Path(args.run_dir).absolute() / "logs"
+        gpus = gpus_of_nodes()
         self.workers = [
             TrainWorker.options(
-                **slots.options(slot, TRAIN_SHARE), runtime_env={"env_vars": environment}, name=f"train worker {rank}"
-            ).remote(args, rank, len(ranks), log_dir / f"train-rank{rank}.log", Path.cwd())
+                **slots.options(slot, TRAIN_SHARE),
+                runtime_env={"env_vars": launch.environment},
+                name=f"train worker {rank}",
+            ).remote(
+                args,
+                rank,
+                len(ranks),
+                launch,
+                RankPlace(slots.slots[slot].gpu_id, gpus[slots.slots[slot].node]),
+                Path.cwd(),
+            )
             for rank, slot in enumerate(ranks)
         ]
         for rank, worker in enumerate(self.workers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import socket
@@ -16,8 +17,12 @@ from ray import ObjectRef
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import working_folder
+from slimrl.cluster.launch import Launch, RankPlace
+from slimrl.cluster.meeting import Meeting
 from slimrl.cluster.rank_protocol import RankSetup, RankStart
 from slimrl.cluster.whereabouts import RankWhere
+from slimrl.platform.decisions import rank_environment
+from slimrl.platform.machine import network_of, usable_cores
 from slimrl.processes import ManagedProcess, importable, stacks
 from slimrl.processes.memory import resident_gib
 
@@ -33,9 +38,23 @@ class RankFailedError(RuntimeError):
 class TrainWorker:
     """One rank of training. Calls run one after another; `watch` is pending beside them."""
 
-    def __init__(self, args: Arguments, rank: int, world_size: int, log_path: Path, folder: Path) -> None:
+    def __init__(
+        self, args: Arguments, rank: int, world_size: int, launch: Launch, place: RankPlace, folder: Path
+    ) -> None:
+        """Starts the rank's process on the GPU of `place`, in `folder`."""
         working_folder.enter(folder)
+        network = network_of(launch.reach.here())
+        node = dataclasses.replace(launch.machine, gpus=place.gpus_of_node, cores=usable_cores(), network=network)
+        decided = rank_environment(
+            node,
+            launch.run,
+            gpu=place.gpu,
+            cumem=launch.nccl_cumem,
+            given=args.train_env_vars,
+            inherited=os.environ | launch.driver,
+        )
         self._rank = rank
+        self._reach = launch.reach
         self._progress = (0, 0)
         self._device_memory: dict[str, float] = {}
         self._method: str | None = None
@@ -45,13 +64,13 @@ class TrainWorker:
         self._process = ManagedProcess(
             [sys.executable, "-m", "slimrl.cluster.rank_process", str(theirs.fileno())],
             name=f"train worker rank {rank}",
-            log_path=log_path,
-            environment=importable(),
+            log_path=Path(args.run_dir).absolute() / "logs" / f"train-rank{rank}.log",
+            environment=decided | importable(os.environ | decided),
             pass_fds=(theirs.fileno(),),
         )
         self._process.start()
         theirs.close()
-        self._connection.send_bytes(pickle.dumps(RankSetup(args, rank, world_size)))
+        self._connection.send_bytes(pickle.dumps(RankSetup(args, rank, world_size, launch.machine.cuda)))
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> str:
@@ -98,13 +117,13 @@ class TrainWorker:
             log=os.fspath(log),
         )
 
-    def open_store(self) -> tuple[str, int]:
-        """Host and port of the store in which all ranks meet; for rank 0."""
-        return ray.util.get_node_ip_address(), self.call("open_store")
+    def open_store(self) -> Meeting:
+        """Where all ranks meet; for rank 0."""
+        return self.call("open_store", None if self._reach.one_machine else self._reach.here())
 
-    def initialize(self, store: tuple[str, int]) -> RankStart:
+    def initialize(self, meeting: Meeting) -> RankStart:
         """Builds and loads the model in the rank."""
-        self._start: RankStart = self.call("initialize", *store)
+        self._start: RankStart = self.call("initialize", meeting)
         return self._start
 
     def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:

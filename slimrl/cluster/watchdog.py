@@ -55,7 +55,9 @@ class Patience:
 class Wait:
     """One wait: `look` as often as you like, at least when `remaining` seconds have passed."""
 
-    def __init__(self, patience: Patience, awaited: Awaited) -> None:
+    def __init__(self, patience: Patience, awaited: Awaited, bystanders: Callable[[], str] = lambda: "") -> None:
+        """`bystanders` says what keeps those waiting that are waited for, as far as others know it, or ""."""
+        self._bystanders = bystanders
         self._patience = patience
         self._awaited = awaited
         self._started = time.monotonic()
@@ -75,7 +77,9 @@ class Wait:
         too_long = limit is not None and waited >= limit
         if not too_long and (not self._next_report_s or waited < self._next_report_s):
             return
+        others = self._bystanders()
         report = f"waiting {waited:.0f} s for {self._awaited.what}: {self._awaited.describe(places)}"
+        report += f"; {others}" if others else ""
         if too_long:
             raise WaitedTooLongError(f"{report}; the run ends (--watchdog-limit-seconds {limit:g})")
         logger.warning("%s", report)

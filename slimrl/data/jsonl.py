@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ import numpy as np
 import orjson
 
 from slimrl.data.bad_row import BadRow, Row
+from slimrl.data.watched_file import CHUNK, WatchedFile
 
-_CHUNK = 1 << 20  # bytes; stays in the processor's cache
+_CHUNK = CHUNK
 _BLOCK = 4 << 20  # bytes that are parsed at a time
 _LONG_INTEGER = re.compile(rb"\d{19}")
 _NEWLINE = ord("\n")
@@ -33,9 +33,7 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb", buffering=0)
-        found = os.fstat(self._file.fileno())
-        self._size, self._modified = found.st_size, found.st_mtime_ns
+        self._file = WatchedFile(path)
         starts, suspects = self._scan()
         blank = np.array([line for line in suspects.tolist() if not self._line(starts, line).strip()], dtype=np.int64)
         self._starts = np.delete(starts, blank) if len(blank) else starts
@@ -50,43 +48,39 @@ class JsonlFile:
         return f"{self._path}:{self._number_of_line(row)}"
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        """These rows, in this order, bad ones as BadRow. Raises OSError where the file is not as it was opened."""
+        """These rows, in this order, bad ones as BadRow. Raises ChangedDataError at a row that is not as it was."""
         read = [_parse(self._line(self._starts, row), exact=True) for row in rows]
-        if any(isinstance(row, BadRow) for row in read):
-            self._check_unchanged()
+        if not self._file.is_untouched():
+            for row in rows:
+                self._file.compare(int(self._starts[row]), self._end(self._starts, row), self.where(row))
         return read
 
     def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
         """Rows start to end-1 in order, some megabytes at a time; `digest` takes their bytes.
 
-        Numbers of more than 64 bits come as floats here. Raises OSError where the file is not as it was opened.
+        Numbers of more than 64 bits come as floats here. Raises ChangedDataError where the file is not as it was.
         """
         first = start
         while first < end:
             offset = int(self._starts[first])
             last = min(max(int(np.searchsorted(self._starts, offset + _BLOCK)), first + 1), end)
             bounds = [*self._starts[first:last].tolist(), self._end(self._starts, last - 1)]
-            block = memoryview(os.pread(self._file.fileno(), bounds[-1] - offset, offset))
+            block = memoryview(self._file.read(offset, bounds[-1]))
+            if not self._file.is_untouched():
+                self._file.compare(offset, bounds[-1], f"{self.where(first)} to {self._number_of_line(last - 1)}")
             digest.update(block)
             yield [_parse(block[a - offset : b - offset]) for a, b in itertools.pairwise(bounds)]
             first = last
-        self._check_unchanged()
 
     def _number_of_line(self, row: int) -> int:
         return row + 1 + int(np.searchsorted(self._rows_before_blank, row, side="right"))
 
     def _line(self, starts: np.ndarray, line: int) -> bytes:
-        start = int(starts[line])
-        return os.pread(self._file.fileno(), self._end(starts, line) - start, start)
+        return self._file.read(int(starts[line]), self._end(starts, line))
 
     def _end(self, starts: np.ndarray, line: int) -> int:
         """Where the next row starts: blank lines between are whitespace to a JSON parser."""
-        return int(starts[line + 1]) if line + 1 < len(starts) else self._size
-
-    def _check_unchanged(self) -> None:
-        now = os.fstat(self._file.fileno())
-        if (now.st_size, now.st_mtime_ns) != (self._size, self._modified):
-            raise OSError(f"data file {self._path} was changed while it was in use: start again")
+        return int(starts[line + 1]) if line + 1 < len(starts) else self._file.size
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray]:
         """Where each line starts (bytes), and the numbers of the lines whose first character is white."""
@@ -94,7 +88,11 @@ class JsonlFile:
         view = np.frombuffer(chunk, dtype=np.uint8)
         starts, suspects = [], []
         offset, lines, fresh = 0, 0, True
-        while count := self._file.readinto(chunk):
+        for number in itertools.count():
+            count = self._file.read_next(chunk)
+            if not count:
+                break
+            self._file.add_chunk(number, memoryview(chunk)[:count])
             after = np.flatnonzero(view[:count] == _NEWLINE) + 1
             ended = len(after) > 0 and after[-1] == count
             begins = np.concatenate(([0], after)) if fresh else after

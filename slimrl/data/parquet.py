@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow.parquet
 
 from slimrl.data.bad_row import Row
+from slimrl.data.watched_file import CHUNK, WatchedFile
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,9 @@ class ParquetFile:
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
         self._path = path
+        self._watched = WatchedFile(path)
         try:
-            self._file = pyarrow.parquet.ParquetFile(path)
+            self._file = pyarrow.parquet.ParquetFile(self._watched.own_path)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"data file {path} is not a Parquet file: {error}") from error
         self.columns = frozenset(self._file.schema_arrow.names)
@@ -56,7 +58,10 @@ class ParquetFile:
         return f"{self._path}: row {row + 1}"
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        """These rows, in this order; a row group is decoded at most once per call."""
+        """These rows, in this order; a row group is decoded at most once per call.
+
+        Raises ChangedDataError where the file was written over before a row group was decoded.
+        """
         by_group: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             by_group.setdefault(bisect.bisect_right(self._ends, row), []).append(place)
@@ -70,12 +75,13 @@ class ParquetFile:
 
     def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
         """Rows start to end-1 in order, some thousands at a time; `digest` takes the file's bytes and the bounds."""
-        with self._path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
+        for number, offset in enumerate(range(0, self._watched.size, CHUNK)):
+            chunk = self._watched.read(offset, min(offset + CHUNK, self._watched.size))
+            self._watched.add_chunk(number, chunk)
+            digest.update(chunk)
         digest.update(f"{start}:{end}".encode())
         # a reader of its own: this one may run beside `read`, in another thread
-        file, first = pyarrow.parquet.ParquetFile(self._path), 0
+        file, first = pyarrow.parquet.ParquetFile(self._watched.own_path), 0
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=self._wanted, use_threads=False):
             low, high = max(start - first, 0), min(end - first, batch.num_rows)
             if low < high:
@@ -86,7 +92,15 @@ class ParquetFile:
         if group in self._decoded:
             self._decoded.move_to_end(group)
             return self._decoded[group]
-        table = self._file.read_row_group(group, columns=self._wanted, use_threads=False)
+        first = self._ends[group - 1] if group else 0
+        rows = f"row {first + 1} to {self._ends[group]}"
+        try:
+            table = self._file.read_row_group(group, columns=self._wanted, use_threads=False)
+        except (OSError, pyarrow.ArrowInvalid):
+            self._watched.compare(0, self._watched.size, rows)  # other bytes are rarely Parquet
+            raise
+        if not self._watched.is_untouched():
+            self._watched.compare(0, self._watched.size, rows)
         self._decoded[group] = table
         while len(self._decoded) > 1 and sum(kept.nbytes for kept in self._decoded.values()) > _BUDGET:
             self._decoded.popitem(last=False)

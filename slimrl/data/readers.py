@@ -58,7 +58,7 @@ class RowSet:
         return self._windows[window].file.where(number)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        """These rows, in this order. Raises OSError where a file was changed since it was opened."""
+        """These rows, in this order. Raises ChangedDataError where one of them is not as it was."""
         by_window: dict[int, list[tuple[int, int]]] = {}
         for place, row in enumerate(rows):
             window, number = self._find(row)

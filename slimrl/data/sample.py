@@ -7,6 +7,7 @@ import math
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from slimrl.data.slime_sample import SlimeSample
 from slimrl.data.version_spans import Span
 
 
@@ -21,7 +22,7 @@ class SampleStatus(StrEnum):
 
 
 @dataclasses.dataclass
-class Sample:
+class Sample(SlimeSample):
     """One prompt with one response.
 
     Invariants once generated: `len(tokens) == prompt length + response_length` and
@@ -31,7 +32,7 @@ class Sample:
     Log-probabilities are natural logarithms of the sampling policy at temperature-scaled logits.
     """
 
-    prompt: str | list[dict[str, Any]]
+    prompt: str | list[dict[str, Any]] = ""
     group_index: int | None = None
     index: int | None = None
     label: Any = None

@@ -1,10 +1,11 @@
 """The doors for user code: the written contract of every `--...-path` flag, and how a path becomes a function.
 
 `of_rollouts` has the contracts around generation, `of_training` those of training; `resolving` finds functions and
-checks them.
+checks them, `calling` names those that fail.
 """
 
-from slimrl.hooks.contract import Hook, HookError, HookFailedError
+from slimrl.hooks.calling import contain_tasks, described, in_hook, named, naming, naming_calls, own_lines
+from slimrl.hooks.contract import Hook, HookError, HookExitError, HookFailedError
 from slimrl.hooks.of_rollouts import (
     AllSamplesProcess,
     BufferFilter,
@@ -40,8 +41,6 @@ from slimrl.hooks.resolving import (
     accepted,
     accepts_keyword,
     expectation,
-    named,
-    naming,
     own_path,
     resolve,
     resolve_data_source,
@@ -64,6 +63,7 @@ __all__ = [
     "GroupReward",
     "Hook",
     "HookError",
+    "HookExitError",
     "HookFailedError",
     "LayerSpec",
     "LossBatch",
@@ -80,9 +80,14 @@ __all__ = [
     "UpdateWeightPostWrite",
     "accepted",
     "accepts_keyword",
+    "contain_tasks",
+    "described",
     "expectation",
+    "in_hook",
     "named",
     "naming",
+    "naming_calls",
+    "own_lines",
     "own_path",
     "resolve",
     "resolve_data_source",

@@ -13,6 +13,10 @@ class HookFailedError(RuntimeError):
     """A hook raised an exception, which is the cause; the message names the flag and the function."""
 
 
+class HookExitError(RuntimeError):
+    """A task that a hook made raised what would have ended the event loop, as sys.exit() does; that is the cause."""
+
+
 class Hook(Protocol):
     """What every contract says besides its call.
 

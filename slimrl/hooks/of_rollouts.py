@@ -140,7 +140,10 @@ class RolloutLog(Hook, Protocol):
         extra_metrics: dict[str, float] | None,
         rollout_time: float,
     ) -> Any:
-        """True where slimrl is not to report its own metrics of the rollout (the mean reward always is)."""
+        """True where slimrl is not to report its own metrics of the rollout (the mean reward always is).
+
+        `extra_metrics` are those that the rollout itself brought; numbers that the function adds are reported too.
+        """
         ...
 
 
@@ -156,7 +159,7 @@ class EvalRolloutLog(Hook, Protocol):
     ) -> Any:
         """True where slimrl is not to report more than each set's mean reward.
 
-        `data` has `rewards`, `truncated` and `samples` by name of the set.
+        `data` has `rewards`, `truncated` and `samples` by name of the set; `extra_metrics` is for what it adds.
         """
         ...
 

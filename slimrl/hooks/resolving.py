@@ -1,4 +1,4 @@
-"""How a path becomes a function that keeps its contract, and how a failing one is named.
+"""How a path becomes a function that keeps its contract.
 
 Promises that a path is resolved and its signature checked without calling it. Called while the command line is
 checked, so that a bad hook costs a sentence, and again where the hook is used.
@@ -6,22 +6,26 @@ checked, so that a bad hook costs a sentence, and again where the hook is used.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
 import importlib
 import inspect
-import itertools
-import os
 import sys
-import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimrl.hooks.contract import Hook, HookError, HookFailedError
+from slimrl.hooks import slime_names
+from slimrl.hooks.contract import Hook, HookError
 from slimrl.hooks.of_rollouts import OwnDataSource
+
+# modules that scripts written for slime name, and what to do where there is no such module
+_INSTEAD = {
+    "fully_async_rollout": (
+        "generation without end is train_async.py --max-weight-staleness N here: leave --rollout-function-path out"
+    ),
+    "slime_plugins": "the layers of every family are slimrl's own: leave --spec out",
+}
 
 
 def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
@@ -61,41 +65,6 @@ def resolve_data_source(path: str) -> type[OwnDataSource]:
             " save(rollout_id) and load(rollout_id)"
         )
     return found
-
-
-@contextlib.contextmanager
-def naming(flag: str, path: str) -> Iterator[None]:
-    """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it, and its lines."""
-    try:
-        yield
-    except Exception as error:  # user code may raise anything; nothing is swallowed
-        lines = own_lines(error)
-        raise HookFailedError(f"{flag} {path} raised {type(error).__name__}: {error}{lines}") from error
-
-
-def named(flag: str, path: str, contract: type[Hook]) -> Callable[..., Any]:
-    """The function at `path`, as `resolve` finds it, which raises like a block in `naming`."""
-    function = resolve(path, contract)
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        with naming(flag, path):
-            return function(*arguments, **keywords)
-
-    return call
-
-
-def own_lines(error: Exception) -> str:
-    """The traceback from the first line outside of slimrl on, each as "\n  file:line in function: code".
-
-    Empty where the error comes from slimrl alone.
-    """
-    package = str(Path(__file__).parents[1]) + os.sep
-    frames = itertools.dropwhile(
-        lambda frame: frame.filename.startswith(package) or frame.filename == contextlib.__file__,
-        traceback.extract_tb(error.__traceback__),
-    )
-    return "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)
 
 
 def own_path(path: str) -> str:
@@ -145,18 +114,20 @@ def _import_module(module_path: str) -> types.ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    slime_names.offer()
     try:
         return importlib.import_module(module_path)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_path == error.name or module_path.startswith(error.name + ".")):
-            raise HookError(
-                f"there is no module {error.name}: check the spelling, or start from the folder that holds it"
-            ) from error
+            usual = "check the spelling, or start from the folder that holds it"
+            mend = next((_INSTEAD[part] for part in module_path.split(".") if part in _INSTEAD), usual)
+            raise HookError(f"there is no module {error.name}: {mend}") from error
         raise HookError(f"module {module_path} itself cannot be imported ({error}): install what it needs") from error
-    except Exception as error:  # user code: importing it may raise anything
-        raise HookError(
-            f"module {module_path} itself cannot be imported ({type(error).__name__}: {error}): mend the module"
-        ) from error
+    except KeyboardInterrupt:  # of the terminal, while it is imported
+        raise
+    except BaseException as error:  # user code: importing it may raise anything, and sys.exit() must not end us
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise HookError(f"module {module_path} itself cannot be imported ({text}): mend the module") from error
 
 
 def _attribute(module: types.ModuleType, name: str) -> Any:

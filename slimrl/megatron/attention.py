@@ -72,11 +72,11 @@ class PackedCoreAttention(torch.nn.Module):
             heads = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return heads.permute(2, 0, 1, 3).flatten(2)
         if self.context_group is None:
-            sequences = with_lengths(packed_seq_params, 1)
+            sequences = with_lengths(packed_seq_params, 1, 0)
             pieces = zip(*(x.split(sequences.lengths) for x in (query, key, value)), strict=True)
             attended = [self._attend_one(*piece) for piece in pieces]
         else:
-            sequences = with_lengths(packed_seq_params, self.context_group.size())
+            sequences = with_lengths(packed_seq_params, self.context_group.size(), self.context_group.rank())
             attended = self._attend_across_ranks(query, key, value, sequences)
         return torch.cat(attended).flatten(1)
 

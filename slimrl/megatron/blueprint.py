@@ -1,7 +1,9 @@
 """What megatron-core would store of a model, found out without the memory of its weights.
 
 Promises the keys, shapes, dtypes and blocks of `sharded_state_dict` for any layer specification: the model is
-built, but no weight has values. Called by the converter to torch_dist, which fills the values in one by one.
+built, but no weight has values, and nothing is put on a GPU. A checkpoint is the same with and without Transformer
+Engine, so megatron-core's own layers stand for both. Called by the converter to torch_dist, which fills the values in
+one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from slimrl.megatron import parallel
 from slimrl.megatron.model import build_model
 from slimrl.weights.torch_dist_writer import Blueprint, Piece, Weight
 
-_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+_FACTORIES = (
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+)
 _INITIALISERS = (torch.nn.init.normal_, torch.Tensor.normal_)  # nothing to fill; skipping them saves their overhead
 
 
@@ -50,8 +55,11 @@ def model_blueprint(args: Arguments, folder: Path | None = None) -> Blueprint:
     """What a checkpoint of the model that `args` describe holds, as if one process saved it.
 
     Opens and closes torch.distributed and megatron-core's groups for this process alone; `args` must ask for no
-    parallelism. Also writes megatron-core's own small files of a checkpoint into `folder` where it is given.
+    parallelism; its --transformer-impl is not asked. Also writes megatron-core's own small files of a checkpoint into
+    `folder` where it is given.
     """
+    # Transformer Engine fills weights without memory on the GPU, unless its layers (--spec may build them) are told so
+    args = dataclasses.replace(args, transformer_impl="local", init_model_with_meta_device=True)
     # a store of this process' own: by an address torch would take that of torchrun, in which nobody would answer
     state = parallel.initialize(args, rank=0, world_size=1, init_method=dist.HashStore())
     try:

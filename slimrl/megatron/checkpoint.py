@@ -12,18 +12,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slimrl.megatron import checkpoint_folder, checkpoint_io, random_state
+from slimrl.megatron import adam_state, checkpoint_folder, checkpoint_io, random_state
 from slimrl.megatron.checkpoint_folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint_saver import Snapshot
 from slimrl.megatron.empty_parts import agree_on_step
 from slimrl.megatron.optimizer import finish_loading, step_counts
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.together import on_lead
+from slimrl.weights.file_checksums import CheckedFolder
+from slimrl.weights.safe_pickle import check_extra_state
 
 __all__ = [
     "CheckpointFolder",
@@ -115,6 +118,7 @@ def load_training_state(
         _logger.info("%s was saved in another parallel layout: its random state is not taken over", found.path)
     loaded = checkpoint_io.read(wanted, found.path, model_only=False)
     if load_optimizer:
+        adam_state.fit(loaded["optimizer"], state.optimizer)
         state.optimizer.load_state_dict(loaded["optimizer"])
         finish_loading(state.optimizer)
         state.scheduler.load_state_dict(loaded["scheduler"])
@@ -155,8 +159,9 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     on_lead(lambda: checkpoint_folder.begin(root, None))
     partial = checkpoint_folder.partial_path(root, None)
     prepared = checkpoint_io.prepare({"model": _sharded([model])}, {"content": "model"}, copy=False)
-    checkpoint_io.write(prepared, partial)
+    checksums = checkpoint_io.write(prepared, partial)
     on_lead(lambda: checkpoint_io.write_common(prepared, partial))
+    on_lead(lambda: checkpoint_folder.write_checksums(partial, checksums))
     on_lead(lambda: checkpoint_folder.commit(root, None))
     return root / checkpoint_folder.RELEASE
 
@@ -178,7 +183,21 @@ def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = Non
             f"{folder} holds no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
             " tools/convert_hf_to_torch_dist.py or give another folder"
         )
+    if CheckedFolder.open(found.path) is None and dist.get_rank() == 0:
+        _logger.warning("%s has no checksums: whether its bytes are those that were written is not known", found.path)
     loaded = checkpoint_io.read({"model": _sharded(stages)}, found.path, model_only=True)
     for number, stage in enumerate(stages):
-        stage.load_state_dict(loaded["model"][str(number)])
+        _fill(stage, loaded["model"][str(number)], found.path)
     return found
+
+
+def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
+    """As strict loading, but extra state may be absent on either side: it belongs to the layers, not to the model."""
+    for name, value in state.items():
+        if checkpoint_io.is_extra_state(name):
+            check_extra_state(value, f"{folder}: {name}")
+    missing, unexpected = stage.load_state_dict(state, strict=False)
+    for names, what in ((missing, "gave nothing for"), (unexpected, "gave values without a place in the model for")):
+        wrong = [name for name in names if not checkpoint_io.is_extra_state(name)]
+        if wrong:
+            raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")

@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from slimrl.arguments.checkpoint_files import (
     manifest,
     placed,
 )
+from slimrl.weights.file_checksums import CHECKSUMS_NAME, CheckedFolder, Checksums, checksums_text
+from slimrl.weights.safe_pickle import load_plain
 
 DATA_STATE_NAME = "data_state.pt"
 
@@ -105,6 +108,11 @@ def partial_path(root: Path, iteration: int | None) -> Path:
     return root / (folder_name(iteration) + UNFINISHED)
 
 
+def write_checksums(partial: Path, known: Mapping[str, Checksums]) -> None:
+    """Store the checksums of every file; those that `known` lacks are made of what was written."""
+    write_bytes(partial / CHECKSUMS_NAME, checksums_text(partial, known).encode())
+
+
 def write_manifest(partial: Path, iteration: int, **more: Any) -> None:
     """Write down which files the checkpoint has and how long they are; the last file of a checkpoint of training."""
     files = {path.name: path.stat().st_size for path in partial.iterdir()}
@@ -135,6 +143,15 @@ def discard(root: Path, iteration: int | None) -> None:
     shutil.rmtree(partial_path(root, iteration), ignore_errors=True)
 
 
+def newest(root: Path) -> str:
+    """A few words about the newest whole checkpoint in `root`, for a run that ends because none could be written."""
+    try:
+        found = find_checkpoint(root)
+    except (OSError, ValueError) as error:
+        return f"none is known to be whole ({error})"
+    return "there is none yet" if found is None else f"{found.path} is whole"
+
+
 def own_iterations(root: Path) -> list[int]:
     """The checkpoints in `root` that training wrote, in rising order; other programs' and converted ones are not."""
     iterations = (iteration_of(path.name) for path in root.iterdir() if is_ours(path))
@@ -150,11 +167,14 @@ def remove(root: Path, iteration: int) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """A file that survives a power cut once this returns."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """A file that survives a power cut once this returns. Raises OSError with the path, also where there is no room."""
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -186,6 +206,10 @@ def write_data_state(folder: Path, encoded: bytes) -> None:
 
 
 def read_data_state(folder: Path) -> dict[str, Any] | None:
-    """What `write_data_state` stored, None where nothing was."""
+    """What `write_data_state` stored, None where nothing was. Raises ValueError for a damaged or unsafe file."""
     path = folder / DATA_STATE_NAME
-    return torch.load(path, weights_only=True) if path.is_file() else None
+    if not path.is_file():
+        return None
+    if (checked := CheckedFolder.open(folder)) is not None:
+        checked.check([DATA_STATE_NAME])
+    return load_plain(path, path)

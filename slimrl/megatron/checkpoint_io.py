@@ -34,12 +34,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.serialization import config as serialization_config
 
 from slimrl.megatron import checkpoint_folder
-from slimrl.megatron.together import CheckpointError
+from slimrl.megatron.together import CheckpointError, room_left
+from slimrl.weights.checksummed_files import ChecksummingWriter
+from slimrl.weights.file_checksums import Checksums
 
 # Entries of a full checkpoint that a model alone does not ask for.
-_NOT_MODEL = ("optimizer.", "chained_", "rng_state", "_extra_state")
+_NOT_MODEL = ("optimizer.", "chained_", "rng_state")
 _METADATA_KEY = "content_metadata"
 
 
@@ -71,24 +74,30 @@ def prepare(state: ShardedStateDict, metadata: dict[str, Any], *, copy: bool) ->
     return Prepared(mcore_to_pyt_state_dict(by_key, False), buffer.getvalue())
 
 
-def write(prepared: Prepared, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+def write(prepared: Prepared, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, Checksums]:
     """Write this rank's share into the existing, empty `folder`; collective over `group`, all ranks.
 
-    Without the last step, `write_common`, the folder is no checkpoint. Raises CheckpointError, on every rank, where
-    one could not write.
+    Returns the checksums of all ranks' files by name, on rank 0 alone. Without the last step, `write_common`, the
+    folder is no checkpoint. Raises CheckpointError, on every rank, where one could not write.
     """
+    writer = ChecksummingWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     try:
-        torch_checkpoint.save(
-            prepared.tensors,
-            storage_writer=torch_checkpoint.FileSystemWriter(
-                folder, single_file_per_rank=True, sync_files=True, thread_count=1
-            ),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=group,
-        )
+        # the archives' own checksums are slower than ours, and torch.load never looks at them
+        with serialization_config.patch("save.compute_crc32", False):
+            torch_checkpoint.save(
+                prepared.tensors,
+                storage_writer=writer,
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=group,
+            )
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from error
+        raise CheckpointError(f"rank {rank}: {_told(cause)}") from error
+    return writer.checksums
+
+
+def _told(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {cause}" + room_left(cause)
 
 
 def write_common(prepared: Prepared, folder: Path) -> None:
@@ -105,22 +114,39 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 def read(state: ShardedStateDict, folder: Path, *, model_only: bool) -> dict[str, Any]:
     """`state` with its tensors read from `folder`, whatever layout wrote them; collective over all ranks.
 
-    Raises ValueError where the checkpoint lacks tensors that are asked for, or holds model tensors that are not.
+    Extra state of modules may be absent on either side: what is asked for and not there is left out of the result.
+    Raises ValueError where the checkpoint lacks tensors that are asked for, holds model tensors that are not, or is
+    damaged or unsafe to open.
     """
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(folder)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    loaded, absent_here, absent_there = dist_checkpointing.load(
-        state, str(folder), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
+    try:
+        loaded, absent_here, absent_there = dist_checkpointing.load(
+            state, str(folder), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
+        )
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise ValueError(f"{folder} is not loaded, rank {rank}: {cause}") from error
+    left_over = sorted(
+        key for key in absent_here if not is_extra_state(key) and not any(part in key for part in _NOT_MODEL)
     )
-    left_over = sorted(key for key in absent_here if not any(part in key for part in _NOT_MODEL))
-    missing = sorted(absent_there)
+    missing = sorted(key for key in absent_there if not is_extra_state(key))
     if missing:
         raise ValueError(f"{folder} lacks {_listed(missing)}: it was saved from a model of another shape")
     if model_only and left_over:
         raise ValueError(f"{folder} holds {_listed(left_over)}, which this model has not: the model flags differ")
     return loaded
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether `key` names what a module keeps beside its parameters and buffers (torch's `get_extra_state`).
+
+    With Transformer Engine that is fp8 scaling state, and empty without fp8: which modules have it depends on the
+    layers that wrote a checkpoint, not on the model.
+    """
+    return key.rpartition(".")[2].startswith("_extra_state")
 
 
 def _listed(keys: list[str]) -> str:

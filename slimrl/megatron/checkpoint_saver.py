@@ -12,7 +12,7 @@ import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from slimrl.arguments import Arguments
 from slimrl.megatron import checkpoint_folder, checkpoint_io
 from slimrl.megatron.retention import Retention
 from slimrl.megatron.together import CheckpointError, on_lead, together
+from slimrl.weights.file_checksums import Checksums
 from slimrl.weights.hf_export import HfExport
 
 _logger = logging.getLogger(__name__)
@@ -137,12 +138,15 @@ class CheckpointSaver:
         """From the snapshot to the tracker file."""
         partial = checkpoint_folder.partial_path(root, snapshot.iteration)
         try:
-            checkpoint_io.write(snapshot.prepared, partial, self._writers)
-            on_lead(lambda: self._complete(root, partial, snapshot, started), self._writers)
+            checksums = checkpoint_io.write(snapshot.prepared, partial, self._writers)
+            on_lead(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
         except CheckpointError as error:
             on_lead(lambda: checkpoint_folder.discard(root, snapshot.iteration), self._writers)
             name = checkpoint_folder.folder_name(snapshot.iteration)
-            raise CheckpointError(f"saving {root / name} failed, older checkpoints are untouched: {error}") from error
+            raise CheckpointError(
+                f"saving {root / name} failed, older checkpoints are untouched: {error}; of these"
+                f" {checkpoint_folder.newest(root)}: make room, and start again with the same command"
+            ) from error
 
     def _begin_export(self, make: Callable[[], HfExport]) -> HfExport:
         export = together(make, self._writers)
@@ -164,9 +168,12 @@ class CheckpointSaver:
         if dist.get_rank() == 0:
             _logger.info("%s is complete", export.path)
 
-    def _complete(self, root: Path, partial: Path, snapshot: Snapshot, started: float) -> None:
+    def _complete(
+        self, root: Path, partial: Path, snapshot: Snapshot, checksums: Mapping[str, Checksums], started: float
+    ) -> None:
         checkpoint_io.write_common(snapshot.prepared, partial)
         checkpoint_folder.write_data_state(partial, snapshot.data_state)
+        checkpoint_folder.write_checksums(partial, checksums)
         checkpoint_folder.write_manifest(partial, snapshot.iteration, **snapshot.about)
         final = checkpoint_folder.commit(root, snapshot.iteration)
         _logger.info("%s is complete after %.2f s", final, time.perf_counter() - started)

@@ -7,7 +7,6 @@ Transformer Engine) is switched off here and nowhere else. Called by the model, 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from typing import Any
 
@@ -20,23 +19,43 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.installed import apex_installed, transformer_engine_installed
 from slimrl.platform import is_cpu
 
 
 def transformer_impl(args: Arguments) -> str:
+    """`choose_transformer_impl` for --transformer-impl and the machine this process runs on."""
+    return choose_transformer_impl(
+        args.transformer_impl, cuda=not is_cpu(), transformer_engine=transformer_engine_installed()
+    )
+
+
+def choose_transformer_impl(flag: str | None, *, cuda: bool, transformer_engine: bool) -> str:
     """ "transformer_engine" where it is installed and has a GPU, else "local"; --transformer-impl decides if given.
 
     Raises ValueError where --transformer-impl asks for what is not there.
     """
-    available = not is_cpu() and importlib.util.find_spec("transformer_engine") is not None
-    if args.transformer_impl == "transformer_engine" and not available:
+    available = cuda and transformer_engine
+    if flag == "transformer_engine" and not available:
         raise ValueError(
             "--transformer-impl transformer_engine: Transformer Engine is not installed or has no GPU here;"
             " install it or leave the flag out"
         )
-    if args.transformer_impl is None:
+    if flag is None:
         return "transformer_engine" if available else "local"
-    return args.transformer_impl
+    return flag
+
+
+def fuses_weight_gradients(wanted: bool, layers: str, *, cuda: bool, apex: bool, fsdp: bool) -> bool:
+    """Whether linear layers add weight gradients to the gradient buffer inside the matrix product.
+
+    `wanted` is --gradient-accumulation-fusion and `layers` the implementation chosen. Transformer Engine's layers do it
+    by themselves, megatron-core's own with Apex's kernel; without Apex, `patches` builds those that stand beside
+    Transformer Engine's (the output layer) without the fusion. Megatron-FSDP tells layers to overwrite the buffer
+    instead of adding to it, and keeps a buffer that it does not shard from one micro-batch to the next: of several only
+    the last would count.
+    """
+    return wanted and cuda and not fsdp and (apex or layers == "transformer_engine")
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
@@ -44,11 +63,6 @@ def parameter_dtype(args: Arguments) -> torch.dtype:
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
-
-
-def _has_fused_weight_gradient() -> bool:
-    """True where the kernel that adds weight gradients inside the matrix product is installed (NVIDIA Apex)."""
-    return not is_cpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def transformer_config(args: Arguments) -> TransformerConfig:
@@ -143,13 +157,22 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
         "deallocate_pipeline_outputs": args.deallocate_pipeline_outputs and not (overlap_stages and is_cpu()),
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
-        "gradient_accumulation_fusion": args.gradient_accumulation_fusion and _has_fused_weight_gradient(),
+        "gradient_accumulation_fusion": fuses_weight_gradients(
+            args.gradient_accumulation_fusion,
+            implementation,
+            cuda=not is_cpu(),
+            apex=apex_installed(),
+            fsdp=args.use_megatron_fsdp,
+        ),
         # the grouped_gemm package's own module keeps experts in another form than any table of weights describes
         "moe_grouped_gemm": args.moe_grouped_gemm and fused,
         "recompute_modules": _recomputed_modules(args, fused),
     }
     for name in _NEED_TRANSFORMER_ENGINE:
         overrides[name] = vars(args)[name] and fused
+    if args.rotary_interleaved:
+        # of a pack the fused kernel rotates the two halves: megatron-core does not tell it which channels are pairs
+        overrides["apply_rope_fusion"] = False
     if args.multi_latent_attention:
         overrides["rope_type"] = args.rope_type or "yarn"
         # fused rotary kernels of latent attention know YaRN only
@@ -158,18 +181,10 @@ def _model_overrides(args: Arguments) -> dict[str, Any]:
 
 
 def _recomputed_modules(args: Arguments, fused: bool) -> list[str] | None:
-    """--recompute-modules without moe_act where there is no grouped product to recompute it in: it is kept then.
-
-    Raises ValueError for layernorm where megatron-core would ask an absent Transformer Engine for its fp8 state.
-    """
+    """--recompute-modules without moe_act where there is no grouped product to recompute it in: it is kept then."""
     modules = args.recompute_modules
     if modules is None:
         return None
-    if "layernorm" in modules and not is_cpu() and importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError(
-            "--recompute-modules layernorm needs Transformer Engine on a machine with GPUs: install it, or leave"
-            " layernorm out"
-        )
     return [module for module in modules if module != "moe_act" or fused]
 
 

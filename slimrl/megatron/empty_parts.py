@@ -42,7 +42,7 @@ def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
     steps = set().union(*everyones)
     if len(steps) > 1:
         raise ValueError(f"parameters were stepped {sorted(steps)} times: to be saved all need the same count")
-    for part in _parts(saved) if steps else ():
+    for part in saved_parts(saved) if steps else ():
         for group in part["param_groups"]:
             if "step" in group:  # the distributed optimizer's place for it
                 group["step"] = max(steps)
@@ -50,8 +50,8 @@ def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
             part["state"]["common_step"] = torch.tensor(max(steps))
 
 
-def _parts(saved: Any) -> Iterator[dict[str, Any]]:
-    """What each part's own AdamW has to save; several parts stand under their numbers."""
+def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
+    """What each part's own Adam has to save; several parts stand under their numbers."""
     if not isinstance(saved, dict):
         return
     if "param_groups" in saved:
@@ -59,4 +59,4 @@ def _parts(saved: Any) -> Iterator[dict[str, Any]]:
         return
     for key, value in saved.items():
         if isinstance(key, int) or key == "optimizer":
-            yield from _parts(value)
+            yield from saved_parts(value)

@@ -279,7 +279,7 @@ def forward_backward(
             sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
         value, count = sums.loss, sums.count
         if by_tokens is not None:
-            value, count = by_tokens * value, count.new_tensor(layer_tokens(stages[0].config, micro_batch))
+            value, count = by_tokens * value, torch.full_like(count, layer_tokens(stages[0].config, micro_batch))
         # megatron-core adds counts up over context-parallel ranks too, and each of them has the whole count.
         count = count if counts else torch.zeros_like(count)
         # A clone: the schedule may go on to divide the loss it is given in place, and a view would follow it.

@@ -108,15 +108,16 @@ class ShardedReference:
         self._stages = stages
         groups = [group for stage in stages for group in stage.param_and_grad_buffer.parameter_groups]
         buffers = [group.model_weight_buffer for group in groups]
-        host = {id(tensor): copy for tensor, copy in reference.pairs()}
+        numbers = {id(tensor): number for number, tensor in enumerate(reference.tensors)}
         parts = []
         for group, buffer in zip(groups, buffers, strict=True):
             own = buffer.data.clone()
             for parameter in group.params:
-                buffer.set_item(buffer.param_idx[parameter], host.pop(id(parameter)).to(own.device))
+                value = reference.value(numbers.pop(id(parameter)))
+                buffer.set_item(buffer.param_idx[parameter], value.to(own.device))
             parts.append(buffer.data.to("cpu", copy=True))
             buffer.data.copy_(own)
-        rest = [(tensor, copy) for tensor, copy in reference.pairs() if id(tensor) in host]
+        rest = [(reference.tensors[number], reference.value(number)) for number in numbers.values()]
         self._weights = ReferenceWeights.from_pairs(
             [*zip((buffer.data for buffer in buffers), parts, strict=True), *rest]
         )
@@ -178,7 +179,7 @@ def _sharded_state_dict(
             for name, tensor in (("param", shard.trained), *((name, state[name]) for name in _MOMENTS))
         }
     # weights of which this rank has no part are not stepped; the saver sees to it that all ranks agree
-    step = max((float(state["step"]) for state in self.optimizer.state.values()), default=0.0)
+    step = max(_steps(self), default=0.0)
     parts = [
         {
             "optimizer": {"param_groups": [_without_weights(group) | {"step": step} for group in of_kind]},
@@ -188,6 +189,13 @@ def _sharded_state_dict(
         for kind, of_kind in groups.items()
     ]
     return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def _steps(optimizer: DistributedOptimizer) -> Iterator[float]:
+    """The step counts there are: torch's AdamW has one per parameter, a fused Adam one per parameter group."""
+    for counter in (*optimizer.optimizer.state.values(), *optimizer.param_groups):
+        if "step" in counter:
+            yield float(counter["step"])
 
 
 def _without_weights(group: dict[str, Any]) -> dict[str, Any]:
@@ -204,9 +212,13 @@ def _load_state_dict(self: DistributedOptimizer, state_dict: ShardedStateDict) -
             continue
         _, loaded = next(tensors[shard.is_expert])
         state = self.optimizer.state[shard.trained]
-        state["step"] = torch.tensor(float(step))
+        if isinstance(self.optimizer, torch.optim.Adam):
+            state["step"] = torch.tensor(float(step))
         shard.fill(shard.trained, loaded["param"])
         for name in _MOMENTS:
             shard.fill(state[name], loaded[name])
+    if not isinstance(self.optimizer, torch.optim.Adam):
+        for group in self.param_groups:
+            group["step"] = int(step)
     for stage in self.model_chunks:
         stage.param_and_grad_buffer.copy_main_weights_to_model_weights()

@@ -203,7 +203,7 @@ def _with_entropy_and_kl(
 def _counts(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
     """The trained tokens, and what the loss is divided by."""
     trained_tokens = (inputs.loss_mask != 0).sum()
-    samples = trained_tokens.new_tensor(inputs.response_lengths.numel())
+    samples = torch.full_like(trained_tokens, inputs.response_lengths.numel())
     return trained_tokens, trained_tokens if settings.per_token else samples
 
 

@@ -77,7 +77,7 @@ def pack_micro_batch(
     return MicroBatch(
         tokens=tokens[held].unsqueeze(0).to(device),
         padding=padded[held].unsqueeze(0).to(device),
-        sequences=packed_sequences(lengths, context_size, device),
+        sequences=packed_sequences(lengths, context_size, device, rank=context_rank),
         logit_rows=logit_rows[own].to(device),
         targets=tokens[positions[own]].to(device),
         own=own.to(device),

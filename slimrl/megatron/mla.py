@@ -1,13 +1,15 @@
-"""Multi-head latent attention for the layer spec without Transformer Engine.
+"""Multi-head latent attention: the layers without Transformer Engine, and the epsilon of the latents' norms in both.
 
 Promises the weights that Transformer Engine's layers have too (the two projections down to the latents are whole on
-every tensor-parallel rank), with gradients that are right under tensor and sequence parallelism. `attention_spec`
-is called by the layer spec; the attention itself is megatron-core's (arXiv:2405.04434, section 2.1).
+every tensor-parallel rank), with gradients that are right under tensor and sequence parallelism. `attention_spec` and
+`with_latent_epsilon` are called by the layer specs; the attention is megatron-core's (arXiv:2405.04434, section 2.1).
 """
 
 from __future__ import annotations
 
-import importlib.util
+import copy
+import dataclasses
+import importlib
 from typing import Any
 
 import torch
@@ -15,13 +17,13 @@ import torch.nn.functional as F
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec
-from megatron.core.transformer import multi_latent_attention as core
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from torch import Tensor
 
 from slimrl.megatron.attention import PackedCoreAttention
 from slimrl.megatron.norm import RMSNorm
+from slimrl.megatron.rotary import PackedLatentSelfAttention
 
 # The models' own code leaves the norms of the latents at this, whatever rms_norm_eps says for the others.
 LATENT_NORM_EPSILON = 1e-6
@@ -34,9 +36,6 @@ def attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     """
     if not config.qk_layernorm:
         raise ValueError("--multi-latent-attention needs --qk-layernorm here: add it (the latents are normalised)")
-    if importlib.util.find_spec("transformer_engine") is None:
-        # 0.16.1 tests for a class of Transformer Engine's even where the package is absent and the class a stand-in
-        core.HAVE_TE = False
     return ModuleSpec(
         module=PackedLatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -54,6 +53,32 @@ def attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     )
 
 
+def with_latent_epsilon(layer: ModuleSpec) -> ModuleSpec:
+    """Transformer Engine's `layer` with the models' own epsilon in the norms of the latents.
+
+    There each norm is one module with the projection up behind it, which reads its epsilon from the configuration.
+    """
+    attention = layer.submodules.self_attention
+    projections = dataclasses.replace(
+        attention.submodules, linear_q_up_proj=FusedLatentUpProjection, linear_kv_up_proj=FusedLatentUpProjection
+    )
+    attention = dataclasses.replace(attention, submodules=projections)
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=attention))
+
+
+class FusedLatentUpProjection:
+    """Makes Transformer Engine's layer of a norm and a column-parallel projection, as `TENorm` makes its norms."""
+
+    def __new__(cls, *args: Any, config: MLATransformerConfig, **settings: Any) -> torch.nn.Module:
+        # the class exists only where Transformer Engine is installed
+        engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+        of_latents = copy.copy(config)
+        of_latents.layernorm_epsilon = LATENT_NORM_EPSILON
+        layer = engine.TELayerNormColumnParallelLinear(*args, config=of_latents, **settings)
+        layer.config = config
+        return layer
+
+
 class LatentNorm(RMSNorm):
     """The norm of a compressed query or key-value vector; its epsilon is not the flag's."""
 
@@ -61,7 +86,7 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, eps=LATENT_NORM_EPSILON)
 
 
-class PackedLatentAttention(MLASelfAttention):
+class PackedLatentAttention(PackedLatentSelfAttention):
     """megatron-core's latent attention with down-projections that are whole on every tensor-parallel rank.
 
     Its own divide them by rows where Transformer Engine is absent, and then each rank keeps only its own heads' part

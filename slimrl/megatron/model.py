@@ -17,7 +17,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slimrl.arguments import Arguments
-from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, resolve
+from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, naming_calls, resolve
 from slimrl.megatron.config import transformer_config
 from slimrl.megatron.output import PolicyModel
 from slimrl.megatron.parallel import ParallelState
@@ -115,7 +115,7 @@ def _from_spec(
     if isinstance(found, ModuleSpec | TransformerBlockSubmodules):
         return policy_model(args, config, *ends, virtual_stage, block_of(config, found, virtual_stage))
     if inspect.isroutine(found):
-        return _provided("--spec", path, found, args, config, ends, virtual_stage)
+        return _provided("--spec", path, naming_calls("--spec", path, found), args, config, ends, virtual_stage)
     raise HookFailedError(
         f"--spec {path} returned a value of type {type(found).__name__}: return a ModuleSpec of a layer,"
         " TransformerBlockSubmodules or a function that builds the model"

@@ -22,10 +22,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
+from slimrl.arguments import Arguments
 from slimrl.megatron.communicators import Communicators, open_communicators
-
-# Page-locked memory is handed out in powers of two: whole buffers, often just above one, would take twice their size.
-CHUNK_BYTES = 64 * 1024**2
+from slimrl.megatron.pinned_memory import HostMemory
+from slimrl.megatron.rotary import drop_frequencies
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")  # memory that two parts share belongs to the first
@@ -71,7 +71,7 @@ class TrainingMemory:
         self._communicators = communicators
         self._drop_scratch = drop_scratch
         self._parked: dict[Part, list[_Parked]] = {}
-        self._page_locked: dict[int, list[Tensor]] = {}  # chunks to use again, by size
+        self._host = HostMemory(page_locked=device.type == "cuda")
         self.state = State.AWAKE
 
     def sleep(self, *, keep_weights: bool = False) -> dict[Part, int]:
@@ -104,6 +104,7 @@ class TrainingMemory:
         for parked in (one for part in PARTS for one in self._parked.pop(part)):
             self._take_back(parked)
         self._synchronize()
+        self._host.free()
         self.state = State.AWAKE
 
     def close(self) -> None:
@@ -133,35 +134,28 @@ class TrainingMemory:
     def _park(self, storage: torch.UntypedStorage, *, keep: bool) -> _Parked:
         chunks = None
         if keep:
-            chunks = []
-            for piece in self._pieces(storage):
-                chunks.append(self._chunk(piece.numel()))
-                chunks[-1].copy_(piece)
+            chunks = self._host.take(storage.nbytes())
+            for chunk, piece in zip(chunks, self._bytes(storage, chunks), strict=True):
+                chunk.copy_(piece)
         parked = _Parked(storage, storage.nbytes(), chunks)
         storage.resize_(0)
         return parked
 
     def _take_back(self, parked: _Parked) -> None:
         parked.storage.resize_(parked.size)
-        for number, piece in enumerate(self._pieces(parked.storage)):
-            if parked.chunks is None:
-                piece.zero_()
-                continue
-            chunk = parked.chunks[number]
+        if parked.chunks is None:
+            self._whole(parked.storage).zero_()
+            return
+        for chunk, piece in zip(parked.chunks, self._bytes(parked.storage, parked.chunks), strict=True):
             piece.copy_(chunk)
-            if chunk.is_pinned():
-                self._page_locked.setdefault(chunk.numel(), []).append(chunk)
         parked.chunks = None
 
-    def _pieces(self, storage: torch.UntypedStorage) -> Sequence[Tensor]:
-        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        return whole.split(CHUNK_BYTES)
+    def _bytes(self, storage: torch.UntypedStorage, chunks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Views of the storage, uint8 each, as long as `chunks`."""
+        return self._whole(storage).split([chunk.numel() for chunk in chunks])
 
-    def _chunk(self, size: int) -> Tensor:
-        """Host memory. Page-locked memory takes long to get and is kept; other memory is a second copy on the CPU."""
-        if self._page_locked.get(size):
-            return self._page_locked[size].pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+    def _whole(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -169,14 +163,24 @@ class TrainingMemory:
 
 
 def memory_of(
-    stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device
+    args: Arguments, stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device
 ) -> TrainingMemory:
     """The memory of a rank that has just been built, with the communicators of Megatron's groups."""
+    paired = args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None
+    # a rank that is never offloaded has nothing to say about its communicators
+    suspended = (
+        open_communicators(device, suspends=args.offload_train_nccl, paired_stages=paired)
+        if args.offload_train
+        else Communicators([])
+    )
     # where sequence-parallel layers gather their inputs: as large as the longest micro-batch so far
     gathered = parallel_state.get_global_memory_buffer().buffer
-    return TrainingMemory(
-        lambda: holdings(stages, optimizer), device, open_communicators(device), drop_scratch=gathered.clear
-    )
+
+    def drop_scratch() -> None:
+        gathered.clear()
+        drop_frequencies()
+
+    return TrainingMemory(lambda: holdings(stages, optimizer), device, suspended, drop_scratch)
 
 
 def holdings(stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[Part, list[Tensor]]:

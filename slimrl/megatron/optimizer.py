@@ -29,11 +29,14 @@ def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOp
     optimizer = get_megatron_optimizer(
         config, list(stages), get_standard_config_overrides(config), use_gloo_process_groups=False
     )
+    if args.use_megatron_fsdp:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            _prime(part.optimizer)
+            fsdp.save_like_the_distributed_optimizer(part)
+        return optimizer
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)
-        if args.use_megatron_fsdp:
-            fsdp.save_like_the_distributed_optimizer(part)
-        elif isinstance(part, DistributedOptimizer):
+        if isinstance(part, DistributedOptimizer):
             stand_in(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     for part in _hybrid_parts(optimizer):
@@ -86,16 +89,14 @@ def _hybrid_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
             yield part
 
 
-def _prime(adam: torch.optim.Adam) -> None:
-    """Create the states that AdamW makes in its first step: saving and loading expect them to exist."""
+def _prime(adam: torch.optim.Optimizer) -> None:
+    """Create the states that Adam makes in its first step: saving and loading expect them to exist."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                step = {"step": torch.tensor(0.0)} if isinstance(adam, torch.optim.Adam) else {}
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = step | moments
 
 
 @torch.no_grad()

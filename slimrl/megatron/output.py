@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -23,6 +24,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slimrl.algorithms.output_log_probs import output_log_probs
+from slimrl.megatron.sequences import for_one_pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +102,18 @@ class PolicyModel(GPTModel):
         if self.post_process:
             self.output_layer = OutputLayer(self.output_layer)
 
-    def forward(self, *inputs: Any, wanted: TokensToScore | None = None, **settings: Any) -> Tensor:
+    def forward(
+        self,
+        *inputs: Any,
+        wanted: TokensToScore | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **settings: Any,
+    ) -> Tensor:
         """As GPTModel's; with `wanted` the last stage's output is float32 [2, tokens to score].
 
         The rows are log-probability and entropy. Other stages give their hidden states as ever.
         """
+        settings["packed_seq_params"] = for_one_pass(packed_seq_params)
         if wanted is None or not self.post_process:
             return super().forward(*inputs, **settings)
         with self.output_layer.scoring(wanted):

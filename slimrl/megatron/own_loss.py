@@ -82,7 +82,7 @@ class OwnLoss:
         batch = LossBatch(data, micro_batch, self._settings)
         loss, metrics = self._checked(self._function(self._args, batch, logits, sum_of_sample_mean))
         trained_tokens = (mask != 0).sum()
-        samples = trained_tokens.new_tensor(micro_batch.response_lengths.numel())
+        samples = torch.full_like(trained_tokens, micro_batch.response_lengths.numel())
         with torch.no_grad():
             gaps = (columns.train_log_probs - columns.rollout_log_probs).index_select(0, micro_batch.response_index)
             mismatch = gaps.abs().masked_fill(mask == 0, 0.0).double()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named
+from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -85,7 +85,8 @@ class OwnParts:
             raise HookFailedError(
                 f"{self.reducer_name} returned {_kind(reducer)}: return a function of [tokens] that gives a number"
             )
-        value = reducer(loss)
+        flag, _, path = self.reducer_name.partition(" ")
+        value = naming_calls(flag, path, reducer)(loss)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise HookFailedError(f"{self.reducer_name}: its reducer returned {_kind(value)}: return a tensor of one")
         return value.reshape(())

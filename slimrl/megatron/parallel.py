@@ -16,8 +16,10 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.megatron import cpu
-from slimrl.platform import backend_name, bind_local_device, is_cpu, seed_everything
+from slimrl.megatron import patches
+from slimrl.platform import bind_local_device, is_cpu, seed_everything, use_deterministic_kernels
+from slimrl.platform.decisions import default_group
+from slimrl.platform.machine import this_machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,8 @@ def initialize(
 ) -> ParallelState:
     """Open torch.distributed and megatron-core's groups; returns where this process stands.
 
-    Collective over `world_size` processes. `init_method` is torch's, for example "tcp://host:port", or the store
+    With --deterministic-mode torch's operations are deterministic from here on. Collective over `world_size` processes.
+    `init_method` is torch's, for example "tcp://host:port", or the store
     in which the processes meet. Raises ValueError where the parallel sizes do not divide the world.
     """
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -92,17 +95,14 @@ def initialize(
             " without GPUs, cannot do: give --expert-tensor-parallel-size 1"
         )
     device = bind_local_device(local_rank)
+    if args.deterministic_mode:
+        use_deterministic_kernels()
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     meeting = {"init_method": init_method} if isinstance(init_method, str) else {"store": init_method}
     dist.init_process_group(
-        backend_name(),
-        **meeting,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        **default_group(this_machine()), **meeting, rank=rank, world_size=world_size, timeout=timeout
     )
-    cpu.activate()
+    patches.activate()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

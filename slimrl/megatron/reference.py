@@ -9,57 +9,63 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slimrl.megatron.pinned_memory import HostCopy, HostMemory
+
 
 class ReferenceWeights:
     """This rank's reference weights, in host memory (page-locked where there is a GPU)."""
 
     def __init__(self, stages: Sequence[GPTModel]):
         """Copies the weights that the `stages` of this rank hold now."""
-        self._tensors = [tensor for stage in stages for tensor in _state(stage)]
-        self._reference = [_host_buffer(tensor) for tensor in self._tensors]
-        self._own = [_host_buffer(tensor) for tensor in self._tensors]
-        self._save(self._reference)
+        self._begin([tensor for stage in stages for tensor in _state(stage)])
+        self._save(self._reference, self.tensors)
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> ReferenceWeights:
         """Reference values in host memory, each with the tensor in whose place it is to be computed with."""
-        made = cls(())
-        made._tensors, made._reference = map(list, zip(*pairs, strict=True))
-        made._own = [_host_buffer(tensor) for tensor in made._tensors]
+        tensors, values = map(list, zip(*pairs, strict=True))
+        made = cls.__new__(cls)
+        made._begin(tensors)
+        made._save(made._reference, values)
         return made
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor of the model, with its reference value in host memory."""
-        return list(zip(self._tensors, self._reference, strict=True))
+    def _begin(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors  # of the model; they have a reference value each
+        self._on_gpu = any(tensor.is_cuda for tensor in tensors)
+        self._memory = HostMemory(page_locked=self._on_gpu)
+        self._reference = HostCopy(tensors, self._memory)
+        self._own: HostCopy | None = None  # room for the model's own weights, from the first swap on
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory: of the reference, and twice as much once it has been swapped in."""
+        return self._memory.nbytes
+
+    def value(self, number: int) -> Tensor:
+        """The reference value of `tensors[number]`, in host memory; a copy."""
+        made = torch.empty(self.tensors[number].shape, dtype=self.tensors[number].dtype)
+        self._reference.read(number, made)
+        return made
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Within the block the model computes with the reference weights; afterwards its own are back, bit for bit."""
-        self._save(self._own)
-        self._fill(self._reference)
+        if self._own is None:
+            self._own = HostCopy(self.tensors, self._memory)
+        self._save(self._own, self.tensors)
+        self._reference.fill(self.tensors)
         try:
             yield
         finally:
-            self._fill(self._own)
+            self._own.fill(self.tensors)
 
-    @torch.no_grad()
-    def _save(self, buffers: list[Tensor]) -> None:
-        for tensor, buffer in zip(self._tensors, buffers, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        if torch.cuda.is_available():
+    def _save(self, copy: HostCopy, tensors: list[Tensor]) -> None:
+        copy.save(tensors)
+        if self._on_gpu:
             torch.cuda.synchronize()
-
-    @torch.no_grad()
-    def _fill(self, buffers: list[Tensor]) -> None:
-        for tensor, buffer in zip(self._tensors, buffers, strict=True):
-            tensor.copy_(buffer, non_blocking=True)
 
 
 def _state(stage: GPTModel) -> Iterator[Tensor]:
     """Parameters and buffers: the bias that steers the choice of experts is a buffer."""
     yield from stage.parameters()
     yield from stage.buffers()
-
-
-def _host_buffer(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)

@@ -19,6 +19,7 @@ from slimrl.megatron import mla
 from slimrl.megatron.attention import PackedCoreAttention
 from slimrl.megatron.norm import RMSNorm
 from slimrl.megatron.post_norm import PostNorms, with_post_norms
+from slimrl.megatron.rotary import with_token_frequencies
 from slimrl.megatron.router import Router
 
 
@@ -45,7 +46,8 @@ def block_spec(
     make = _engine_layer_spec if fused else _local_layer_spec
     kinds = {}
     for moe in set(moe_layers(config)):
-        kinds[moe] = with_post_norms(make(config, moe=moe), post_norms or PostNorms(), norm)
+        layer = with_token_frequencies(make(config, moe=moe), config)
+        kinds[moe] = with_post_norms(layer, post_norms or PostNorms(), norm)
         if moe:
             kinds[moe].submodules.mlp.submodules.router = Router
     first = get_transformer_layer_offset(config, virtual_stage)
@@ -90,13 +92,14 @@ def _engine_norm() -> type:
 
 
 def _engine_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
+    layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm and moe,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         use_te_activation_func=config.use_te_activation_func,
     )
+    return mla.with_latent_epsilon(layer) if config.multi_latent_attention and config.qk_layernorm else layer
 
 
 def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:

@@ -5,7 +5,10 @@ Called by whatever writes files that other ranks rely on.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -15,6 +18,17 @@ _Result = TypeVar("_Result")
 
 class CheckpointError(RuntimeError):
     """A checkpoint or an export was not written on some rank; what was complete before is as it was."""
+
+
+def room_left(error: BaseException) -> str:
+    """For an OSError of a disk without room: how much is left where it was written; else nothing."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is None:
+        return ""
+    try:
+        free = shutil.disk_usage(Path(error.filename).parent).free
+    except OSError:
+        return ""
+    return f" ({free / 2**30:.2f} GiB are free there)"
 
 
 def together(step: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
@@ -28,7 +42,7 @@ def together(step: Callable[[], _Result], group: dist.ProcessGroup | None = None
         result = step()
     except (OSError, ValueError, RuntimeError) as error:
         failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    text = None if failure is None else f"{type(failure).__name__}: {failure}{room_left(failure)}"
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text, group=group)
     for rank, found in enumerate(texts):

@@ -6,6 +6,7 @@ The samples stand in the order of the rollout, whatever the layout of training. 
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron.forward import ResponseColumns
 from slimrl.megatron.parallel import ParallelState
+from slimrl.processes.optional_files import OptionalFiles
 
 FORMAT = "slimrl-train-data-1"
 _COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
@@ -32,7 +34,7 @@ def save_train_data(
     `reward` (normalised), `raw_reward`, `truncated`, where it was trained (`data_parallel_rank`, `optimizer_step`,
     `micro_batch`), and per response token (float32) `loss_mask`, `train_log_probs`, `rollout_log_probs`,
     `ref_log_probs` (None without a reference) and `advantages`. Where the loss reads no policy's log-probabilities
-    (SFT), all but the mask are None. A file of that name is replaced.
+    (SFT), all but the mask are None. A file of that name is replaced. Where the disk has no room, a warning says so.
     """
     if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         return
@@ -43,10 +45,17 @@ def save_train_data(
         return
     samples = sorted((sample for part in gathered for sample in part), key=lambda sample: sample["sample_id"])
     path = Path(args.save_debug_train_data.replace("{rollout_id}", str(rollout_id)))
+    content = io.BytesIO()  # torch.save into a file tells of a full disk by an error of its own
+    torch.save({"format": FORMAT, "rollout_id": rollout_id, "samples": samples}, content)
+    OptionalFiles(f"the dump {path}").attempt(lambda: _put(path, content.getbuffer()))
+
+
+def _put(path: Path, content: memoryview) -> None:
+    """The file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        torch.save({"format": FORMAT, "rollout_id": rollout_id, "samples": samples}, unfinished)
+        unfinished.write_bytes(content)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

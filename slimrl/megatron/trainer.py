@@ -20,7 +20,7 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.arguments.rules.checkpoints import is_hf_model
 from slimrl.data.batch import RolloutBatch
-from slimrl.megatron import checkpoint, config, fsdp, overlap, parallel
+from slimrl.megatron import checkpoint, config, fsdp, missing_kernels, overlap, parallel
 from slimrl.megatron.advantages import token_returns
 from slimrl.megatron.checkpoint import CheckpointFolder, TrainingState
 from slimrl.megatron.checkpoint_saver import CheckpointSaver
@@ -91,6 +91,8 @@ class MegatronTrainer:
         )
         for flag in config.kernels_without_effect(args) if rank == 0 else ():
             logger.warning("%s asks for what this machine does not have: the plain computation is done instead", flag)
+        if rank == 0:
+            missing_kernels.warn(args, self.parallel.device)
         after_initialization(args)
         self.stages = build_stages(args, self.parallel)
         self._reference = self._load_reference()
@@ -108,7 +110,7 @@ class MegatronTrainer:
         self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
-        self.memory = memory_of(self._wrapped, self.optimizer, self.parallel.device)
+        self.memory = memory_of(args, self._wrapped, self.optimizer, self.parallel.device)
         self._log_prob_settings = LogProbSettings.from_args(args, self.parallel)
         self._loss_settings = PolicyLossSettings.from_args(args)
         self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler)
@@ -321,8 +323,8 @@ class MegatronTrainer:
         Trained tokens are counted here: a function of the user's may have changed the masks.
         """
         seen = sum(layer_tokens(self.stages[0].config, micro_batch) for micro_batch in micro_batches)
-        trained = sum(int(columns.loss_mask[part.response_index].count_nonzero()) for part in micro_batches)
-        totals = torch.tensor([seen, trained], device=self.parallel.device)
+        trained = torch.stack([columns.loss_mask[part.response_index].count_nonzero() for part in micro_batches]).sum()
+        totals = torch.stack([torch.full_like(trained, seen), trained])
         dist.all_reduce(totals, group=self.parallel.dp_group)
         seen, trained = totals.tolist()
         return seen / max(trained if self._loss_settings.per_token else samples, 1)

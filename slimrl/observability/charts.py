@@ -5,10 +5,14 @@ The other places are `wandb_run` and `prometheus`. Whoever is told a number is t
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from slimrl.processes.optional_files import OptionalFiles
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -42,30 +46,62 @@ class TensorBoard:
         """`axes_are_one` where all axes count the same."""
         self._folder = folder
         self._axes_are_one = axes_are_one
-        self._writers: dict[str, SummaryWriter] = {}
+        self._writers: dict[Path, SummaryWriter] = {}  # open ones
+        self._files = OptionalFiles(f"TensorBoard's folder {folder}")
 
     def begin(self, starts: Mapping[str, int]) -> None:
         """Opens the files; raises ModuleNotFoundError with a sentence where tensorboard is missing."""
-        first = starts["rollout/step"]
-        own = _open_writer(self._folder, first)
-        self._writers = dict.fromkeys(starts, own)
-        if not self._axes_are_one:
-            self._writers[TRAIN_AXIS] = _open_writer(self._folder / "train_steps", starts[TRAIN_AXIS])
+        for axis, first in starts.items():
+            if axis in (TRAIN_AXIS, "rollout/step"):
+                self._files.attempt(lambda axis=axis, first=first: self._writer(axis, first))
 
     def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
-        """One point per name."""
-        for name, value in values.items():
-            self._writers[axis].add_scalar(name, value, number)
+        """One point per name. Points that the disk has no room for are missing from the charts."""
+
+        def write() -> None:
+            writer = self._writer(axis, number)
+            for name, value in values.items():
+                writer.add_scalar(name, value, number)
+            if self._files.failing:
+                writer.flush()  # a writer's own thread writes, and would tell of a failure much later
+
+        if not self._files.attempt(write):
+            self._drop()
 
     def close(self, *, failed: bool) -> None:
         """Writes what is left."""
-        for writer in set(self._writers.values()):
-            writer.close()
+        if not self._files.attempt(lambda: [writer.close() for writer in self._writers.values()]):
+            self._drop()
+
+    def _writer(self, axis: str, first_step: int) -> SummaryWriter:
+        """The open one of this axis; a writer that failed once is never whole again, so there may be a new one."""
+        own_folder = axis == TRAIN_AXIS and not self._axes_are_one
+        folder = self._folder / "train_steps" if own_folder else self._folder
+        if folder not in self._writers:
+            if self._files.failing:
+                _probe(folder)  # the threads of a writer that fails print more than anybody wants to read
+            self._writers[folder] = _open_writer(folder, first_step)
+        return self._writers[folder]
+
+    def _drop(self) -> None:
+        for writer in self._writers.values():
+            with contextlib.suppress(OSError):
+                writer.close()
+        self._writers = {}
 
 
 def finite_or_nan(value: float | None) -> float:
     """A number for places that know NaN but no missing ones."""
     return math.nan if value is None else float(value)
+
+
+def _probe(folder: Path) -> None:
+    """Raises OSError where nothing can be written."""
+    probe = folder / f".{os.getpid()}.tmp"
+    try:
+        probe.write_bytes(bytes(1 << 16))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _open_writer(folder: Path, first_step: int) -> SummaryWriter:

@@ -9,14 +9,21 @@ import logging
 import sys
 from pathlib import Path
 
+from slimrl.processes.optional_files import OptionalLogHandler
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+# Attribute of a record (`logger.info(..., extra={SHORT: text})`) that the terminal shows instead of the message.
+SHORT = "short"
+# What a terminal of 100 columns has left beside the time of day.
+TERMINAL_WIDTH = 100 - len("12:34:56 ")
 
 
 class _TerminalFormatter(logging.Formatter):
-    """`12:34:56 message`, with the level where it is worth a look."""
+    """`12:34:56 message`, with the level where it is worth a look; the record's `short` form where it has one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
+        line = vars(record).get(SHORT) or super().format(record)
         stamp = self.formatTime(record, "%H:%M:%S")
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         return f"{stamp} {level}{line}"
@@ -49,7 +56,7 @@ def setup_logging(level: str, run_dir: str | Path) -> Path:
         handler.close()
     terminal = _TerminalHandler(sys.stderr)
     terminal.setFormatter(_TerminalFormatter("%(message)s"))
-    complete = logging.FileHandler(file, encoding="utf-8")
+    complete = OptionalLogHandler(file)
     complete.setFormatter(logging.Formatter(LOG_FORMAT))
     logger.addHandler(terminal)
     logger.addHandler(complete)

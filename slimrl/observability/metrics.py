@@ -14,6 +14,8 @@ from typing import Literal
 
 Combine = Literal["mean", "max", "sum", "last"]
 # first part of a name -> its horizontal axis
+# what the summary says of a step besides its metrics
+STEP_FACTS = {"step", "reward", "weight_version", "seconds", "optimizer_steps", "memory", "by_optimizer_step"}
 AXES = {
     "train": "train/step",
     "eval": "eval/step",
@@ -60,6 +62,14 @@ def axis_of(name: str) -> str:
 def metric_of(name: str, table: Sequence[Metric]) -> Metric | None:
     """The first row that `name` belongs to; None for a name that a user's own function made."""
     return next((metric for metric in table if metric.pattern.fullmatch(name)), None)
+
+
+def is_known(name: str) -> bool:
+    """Whether slimrl itself may report something under this name, in the charts or, without a slash, in the summary."""
+    from slimrl.observability.metric_table import METRICS
+
+    full = name if "/" in name else f"train/{name}"
+    return name in STEP_FACTS or metric_of(full, METRICS) is not None
 
 
 def combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:

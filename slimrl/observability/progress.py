@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import TracebackType
 from typing import TextIO
@@ -34,10 +35,12 @@ class ProgressBar:
             return
         self._bar.total = total or None
         self._bar.n = done
-        self._bar.refresh()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._bar.refresh()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.enabled:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()

@@ -55,7 +55,7 @@ def scrape_targets(args: Arguments, server_urls: Sequence[str], driver: str, rou
         targets += [Target("sglang", url.partition("://")[2].rstrip("/")) for url in server_urls]
     router_port = args.router_options.get("prometheus_port")
     if router_port is not None and server_urls:
-        host = args.router_options.get("prometheus_host", _ALL_ADDRESSES[0])  # the router's own default
+        host = args.router_options.get("prometheus_host", "127.0.0.1")  # as slimrl.sglang.router starts it
         targets.append(Target("router", _address(host, router, router_port)))
     return targets
 

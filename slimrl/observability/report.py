@@ -1,6 +1,6 @@
 """`python -m slimrl.observability.report runs/<name>`: what a run achieved, on one screen, and as a picture.
 
-Reads `summary.json` only, also while the run goes on.
+Reads `summary.json` only, also while the run goes on. Several runs are compared: a table, and one picture of all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slimrl.observability.compare import (
+    Outcome,
+    evaluation_curve,
+    print_comparison,
+    reward_curve,
+    running_mean,
+    save_picture,
+)
 from slimrl.observability.summary import load_summary
 from slimrl.observability.text_chart import text_chart
+from slimrl.observability.verdict import next_commands, shown_path, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
 _CHART_WIDTH, _CHART_HEIGHT = 76, 14
 _MIN_POINTS_FOR_TREND = 10
+_PICTURE = "comparison.png"  # of several runs, where no other file is named
 _FAULTS = {  # what went wrong and was made good, by the name of its count
     "rollout/faults/servers_lost": "servers lost",
     "rollout/faults/servers_replaced": "servers replaced",
@@ -36,19 +46,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m slimrl.observability.report", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("summary", help="folder of a run, or its summary.json")
-    parser.add_argument("--png", help="also draw the reward curve into this file")
+    parser.add_argument("runs", nargs="+", help="folder of a run, or its summary.json; several are compared")
+    parser.add_argument(
+        "--png", help=f"also draw the reward curve into this file (of several runs always, into {_PICTURE})"
+    )
+    parser.add_argument("--model", help="Hugging Face folder of the trained model, for the last line")
     options = parser.parse_args(argv)
     try:
-        summary = load_summary(options.summary)
+        summaries = [load_summary(path) for path in options.runs]
     except (FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    if len(summaries) > 1:
+        compare_runs(summaries, options.png or _PICTURE)
+        return 0
+    (summary,) = summaries
     print_report(summary)
     if options.png:
         save_png(summary, options.png)
-        print(f"the reward curve is in {shown_path(options.png)}")
+        print(f"the reward curve is in {shown_path(options.png)}\n")
+    print("\n".join([verdict(summary), *next_commands(summary, options.model)]))
     return 0
+
+
+def compare_runs(summaries: Sequence[dict[str, Any]], picture: str) -> None:
+    """The table of several runs, and their curves in `picture`."""
+    from rich.console import Console
+
+    outcomes = [Outcome.of(summary) for summary in summaries]
+    print_comparison(outcomes, Console())
+    save_picture(outcomes, picture)
+    print(f"the curves of {len(outcomes)} runs are in {shown_path(picture)}")
 
 
 def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
@@ -73,7 +101,7 @@ def print_report(summary: dict[str, Any], console: Console | None = None) -> Non
 
 def print_chart(summary: dict[str, Any], console: Console) -> None:
     """The reward per step as a line, the evaluations as diamonds."""
-    points, marks = zip(*_rewards(summary), strict=True), zip(*_evaluations(summary), strict=True)
+    points, marks = zip(*reward_curve(summary), strict=True), zip(*evaluation_curve(summary), strict=True)
     legend = "reward per step" + ("  (◆ evaluation)" if summary["eval"]["history"] else "")
     chart = text_chart(list(points), list(marks), width=_CHART_WIDTH, height=_CHART_HEIGHT)
     console.print(f"{legend}\n{chart}\n", markup=False, highlight=False, no_wrap=True)
@@ -84,13 +112,13 @@ def save_png(summary: dict[str, Any], path: str | Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps, rewards = _rewards(summary)
+    steps, rewards = reward_curve(summary)
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, rewards, color="#9db7d5", linewidth=1.2, marker=".", markersize=4, label="reward of the rollout")
     if len(steps) >= _MIN_POINTS_FOR_TREND:
-        axes.plot(steps, _running_mean(rewards), color="#1f4e8c", linewidth=2.2, label="running mean")
-    eval_steps, scores = _evaluations(summary)
+        axes.plot(steps, running_mean(rewards), color="#1f4e8c", linewidth=2.2, label="running mean")
+    eval_steps, scores = evaluation_curve(summary)
     if eval_steps:
         axes.plot(eval_steps, scores, "D", color="#d1495b", markersize=7, label="evaluation", zorder=3, clip_on=False)
         for step, score in zip(eval_steps, scores, strict=True):
@@ -109,27 +137,6 @@ def save_png(summary: dict[str, Any], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _rewards(summary: dict[str, Any]) -> tuple[list[int], list[float]]:
-    known = [(step["step"], step["reward"]) for step in summary["steps"] if step["reward"] is not None]
-    return [step for step, _ in known], [reward for _, reward in known]
-
-
-def _evaluations(summary: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Steps done at each evaluation, and the mean over its data sets."""
-    points = []
-    for entry in summary["eval"]["history"]:
-        scores = [score for score in entry["scores"].values() if score is not None]
-        if scores:
-            points.append((entry["step"], statistics.fmean(scores)))
-    return [step for step, _ in points], [score for _, score in points]
-
-
-def _running_mean(values: list[float]) -> list[float]:
-    """Mean over a tenth of the run on either side of each point."""
-    reach = max(len(values) // 10, 1)
-    return [statistics.fmean(values[max(i - reach, 0) : i + reach + 1]) for i in range(len(values))]
-
-
 def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
@@ -144,7 +151,7 @@ def _results_table(summary: dict[str, Any]) -> Table:
     table = _table("result", "before", "after")
     for name, scores in summary["eval"]["datasets"].items():
         table.add_row(f"evaluation {name}", _number(scores["before"]), _number(scores["after"]))
-    steps, rewards = _rewards(summary)
+    steps, rewards = reward_curve(summary)
     if steps:
         table.add_row("reward of the rollouts (first, last)", _number(rewards[0]), _number(rewards[-1]))
     gaps = [step["train_rollout_logprob_abs_diff_max"] for step in summary["steps"]]
@@ -189,12 +196,6 @@ def _paths_table(summary: dict[str, Any]) -> Table:
     for name, path in summary["paths"].items():
         table.add_row(name.replace("_", " "), shown_path(path))
     return table
-
-
-def shown_path(path: str | Path) -> str:
-    """As short as the reader, who stands in the current folder, can use it."""
-    absolute, here = Path(path).absolute(), Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
 def _number(value: float | None) -> str:

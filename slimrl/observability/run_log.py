@@ -22,10 +22,13 @@ from typing import Protocol
 
 from slimrl.arguments import Arguments
 from slimrl.observability.charts import TRAIN_AXIS, Charts, TensorBoard
+from slimrl.observability.lines import short_evaluation, short_step
+from slimrl.observability.logs import SHORT
 from slimrl.observability.metrics import axis_of, combine_steps
 from slimrl.observability.prometheus import TARGETS_FILE, PrometheusEndpoint, Target, write_targets
 from slimrl.observability.summary import Summary
 from slimrl.observability.wandb_run import WandbRun, WandbSettings
+from slimrl.processes.optional_files import OptionalFiles
 
 logger = logging.getLogger("slimrl")
 
@@ -69,12 +72,13 @@ class RunLog:
         steps_per_rollout: int = 1,
         count_train_steps: bool = False,
         compares_groups: bool = False,
+        supervised: bool = False,
         paths: dict[str, str] | None = None,
     ) -> None:
         """`open_wandb` is told the W&B run that this one continues, if any. `paths` are further places to name.
 
         With `compares_groups` the samples of a prompt should differ in their rewards, and the line of a step says when
-        none do.
+        none do. A `supervised` run's rewards mean nothing.
 
         `steps_per_rollout` counts the optimizer steps of rollouts that the summary no longer knows; with
         `count_train_steps` all axes count optimizer steps.
@@ -92,9 +96,11 @@ class RunLog:
             "pid": os.getpid(),
             "started": _now(),
             "ended": None,
+            "supervised": supervised,
         }
         all_paths = {"run": str(self.run_dir), "logs": str(self.run_dir / "logs"), **(paths or {})}
         self._summary = Summary(self.run_dir / "summary.json", run=run, versions=versions, paths=all_paths)
+        self._files = OptionalFiles(f"the summary {self._summary.path}")
         self._begun = False
         self._train_steps = 0  # before the step that comes next
         self._last_number = 0  # of the last step, on the axis of rollouts
@@ -110,6 +116,7 @@ class RunLog:
             "tensorboard": args.tensorboard_dir if args.use_tensorboard else None,
         }
         per_rollout = args.num_steps_per_rollout or 1
+        supervised = args.loss_type == "sft_loss"
         charts: list[Charts] = []
         if args.use_tensorboard:
             one = args.wandb_always_use_train_step or per_rollout == 1
@@ -123,7 +130,8 @@ class RunLog:
             open_wandb=functools.partial(WandbSettings.from_args, args),
             steps_per_rollout=per_rollout,
             count_train_steps=args.wandb_always_use_train_step,
-            compares_groups=args.n_samples_per_prompt > 1 and args.loss_type != "sft_loss",
+            compares_groups=args.n_samples_per_prompt > 1 and not supervised,
+            supervised=supervised,
             paths={name: str(place) for name, place in places.items() if place},
         )
 
@@ -137,7 +145,7 @@ class RunLog:
         if wandb_settings is not None:
             self._summary.run["wandb_id"] = wandb_settings.id
             self._charts.append(WandbRun(wandb_settings))
-        self._summary.save()
+        self._save()
         known = [step["optimizer_steps"] for step in self._summary.steps]
         self._train_steps = sum(known) + (first_step - len(known)) * self._steps_per_rollout
         starts = {axis: self._number(axis, first_step) for axis in (TRAIN_AXIS, "eval/step", "rollout/step")}
@@ -148,8 +156,13 @@ class RunLog:
         """Write down what Prometheus can scrape, before `begin`; nothing where that is nothing."""
         if targets:
             path = self.run_dir / TARGETS_FILE
-            write_targets(path, self.run_dir.name, targets)
+            if not OptionalFiles(f"the list {path}").attempt(lambda: write_targets(path, self.run_dir.name, targets)):
+                return
             self._summary.paths["prometheus"] = str(path)
+
+    def _save(self) -> None:
+        """The summary as it is now, or with the next report where the disk has no room."""
+        self._files.attempt(self._summary.save)
 
     def _number(self, axis: str, step: int) -> int:
         """Where `step`, the next one, is on an axis."""
@@ -167,7 +180,8 @@ class RunLog:
         """Report a finished step: summary, TensorBoard, one line. Raises KeyError where the reward is missing."""
         train, seconds = self._put(record)
         self._chart(record, train, seconds)
-        logger.info("%s", step_line(record, train, seconds, compares_groups=self._compares_groups))
+        line = step_line(record, train, seconds, compares_groups=self._compares_groups)
+        logger.info("%s", line, extra={SHORT: short_step(line)})
 
     def _put(self, record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
         """The step in the summary, which is written; its training metrics over all optimizer steps, and seconds."""
@@ -190,13 +204,13 @@ class RunLog:
         if len(steps) > 1:
             extra["by_optimizer_step"] = steps
         self._summary.add_step({**own, **{name: value for name, value in extra.items() if name not in own}})
-        self._summary.save()
+        self._save()
         return train, seconds
 
     def phase(self, step: int, name: str, seconds: float) -> None:
         """Report how long something took that follows a reported step, such as "save"."""
         self._summary.add_seconds(step, name, seconds)
-        self._summary.save()
+        self._save()
         self._add("rollout/step", self._last_number, {f"perf/{name}_time": seconds})
 
     def evaluation(self, when: str | int, step: int, results: Mapping[str, Evaluated]) -> None:
@@ -205,10 +219,11 @@ class RunLog:
         scores = {name: result.mean_reward for name, result in results.items()}
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         self._summary.add_evaluation(when if isinstance(when, str) else "between", step, scores, metrics)
-        self._summary.save()
+        self._save()
         self._add("eval/step", self._number("eval/step", step), metrics)
         shown = " | ".join(evaluation_words(name, score, metrics) for name, score in scores.items())
-        logger.info("evaluation after %d steps | %s", step, shown)
+        line = f"evaluation after {step} steps | {shown}"
+        logger.info("%s", line, extra={SHORT: short_evaluation(line)})
 
     def close(self, status: str = "completed", error: str | None = None) -> None:
         """Record how the run ended ("completed", "failed" or "interrupted"); later calls change nothing."""
@@ -221,7 +236,7 @@ class RunLog:
             for charts in reversed(self._charts):
                 closing.callback(charts.close, failed=status != "completed")
             if self._begun or not self._summary.path.exists():
-                self._summary.save()
+                self._save()
 
     def __enter__(self) -> RunLog:
         return self

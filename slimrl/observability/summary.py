@@ -5,6 +5,7 @@ Owns the file's content and its continuation when a run is resumed. `RunLog` wri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -104,9 +105,14 @@ class Summary:
             before, after = before + "\n    ", "\n  " + after
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with open(unfinished, "wb") as file:
-            file.writelines((before.encode(), self._settled, self._last, after.encode()))
-        os.replace(unfinished, self.path)
+        try:
+            with open(unfinished, "wb") as file:
+                file.writelines((before.encode(), self._settled, self._last, after.encode()))
+            os.replace(unfinished, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()  # a part of it would keep the room that others need
+            raise
 
     def _scores(self, when: str) -> dict[str, float] | None:
         return next((entry["scores"] for entry in reversed(self.evaluations) if entry["when"] == when), None)

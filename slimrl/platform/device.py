@@ -1,4 +1,4 @@
-"""The compute device of this process and the collective backend that goes with it.
+"""The compute device of this process.
 
 Nothing is cached: a process that hides its GPUs after import still gets the truth.
 """
@@ -37,6 +37,12 @@ def bind_local_device(local_rank: int = 0) -> torch.device:
     return chosen
 
 
+def use_deterministic_kernels() -> None:
+    """From now on every operation of torch in this process gives the same bits each time, or raises RuntimeError."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # which would choose kernels by measured time
+
+
 def device_memory() -> dict[str, float]:
     """Device memory in GiB: held by this process's tensors, at most so far, by its allocator, by all processes.
 
@@ -52,8 +58,3 @@ def device_memory() -> dict[str, float]:
         "cuda_device_used_gib": total - free,
     }
     return {name: amount / (1 << 30) for name, amount in amounts.items()}
-
-
-def backend_name() -> str:
-    """The torch.distributed backend for tensors on `device()`: "nccl" with CUDA, "gloo" without."""
-    return "gloo" if is_cpu() else "nccl"

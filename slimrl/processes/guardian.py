@@ -9,6 +9,7 @@ process that wants another one, and that one:
 - the command itself gets PR_SET_PDEATHSIG, so it dies even if this guardian is killed,
 - gives the tree a temporary folder of its own and removes it, together with the files in /dev/shm that the tree mapped
   and whose names begin with one of the given prefixes (SGLang leaves both behind on every exit),
+- leaves both to the next start (see `leftovers`) where it is killed itself,
 - ends with the command's own exit status.
 
 SIGTERM is passed on to the command; SIGUSR1 ends the tree at once.
@@ -19,11 +20,13 @@ import contextlib
 import ctypes
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
 import time
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # run as a file, without the package around it
+import leftovers
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
@@ -38,6 +41,7 @@ class Guardian:
         self.prefixes = tuple(SHARED_MEMORY + prefix for prefix in prefixes)
         self.command = command
         self.mapped: set[str] = set()
+        self.owner: leftovers.Owner | None = None
         self.status: int | None = None
         self.child = 0
 
@@ -48,16 +52,17 @@ class Guardian:
         if os.getppid() != self.parent:  # it died before the pidfd was ours: nobody wants the command any more
             return 0
         wake_fd = catch_signals()
-        folder = tempfile.mkdtemp(prefix="slimrl-")
+        folder = tempfile.mkdtemp(prefix=leftovers.PREFIX)
+        self.owner = leftovers.own(folder)
         try:
             self.child = start(self.command, {**os.environ, "TMPDIR": folder})
             self.watch(parent_fd, wake_fd)
         finally:
             self.end_descendants()
-            shutil.rmtree(folder, ignore_errors=True)
             for path in self.mapped:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
+            leftovers.remove(folder)
         return self.status or 0
 
     def watch(self, parent_fd: int | None, wake_fd: int) -> None:
@@ -118,7 +123,10 @@ class Guardian:
         for pid in descendants() if self.prefixes else []:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
                 paths = (line.split(maxsplit=5)[5].strip() for line in maps if SHARED_MEMORY in line)
-                self.mapped |= {path for path in paths if path.startswith(self.prefixes)}
+                found = {path for path in paths if path.startswith(self.prefixes)} - self.mapped
+                self.mapped |= found
+                for path in found if self.owner is not None else ():
+                    self.owner.add_shared_memory(path)
 
 
 def prctl(option: int, value: int) -> None:

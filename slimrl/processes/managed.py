@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import slimrl
+from slimrl.processes import leftovers
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 POLL_INTERVAL_S = 0.05
@@ -56,10 +57,14 @@ class ManagedProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Starts the child; its output is appended to the log. Raises RuntimeError where it runs already."""
+        """Starts the child; its output is appended to the log. Raises RuntimeError where it runs already.
+
+        What killed processes of this user left on this machine is removed first.
+        """
         if self._guardian is not None and self._guardian.poll() is None:
             raise RuntimeError(f"{self.name} is already running")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        leftovers.sweep()
         prefixes = [word for prefix in self._prefixes for word in ("--shared-memory-prefix", prefix)]
         isolated = [sys.executable, "-I", "-S", str(GUARDIAN)]
         with open(self.log_path, "ab") as log:
@@ -126,10 +131,10 @@ class ManagedProcess:
         return f"last lines of {self.log_path}:\n{self.last_log_lines()}"
 
 
-def importable() -> dict[str, str]:
-    """Environment in which a Python child finds slimrl, installed or not, and what this process's user put in front."""
+def importable(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a Python child with `environment` needs to find slimrl, installed or not, and what its user put in front."""
     root = str(Path(slimrl.__file__).parent.parent)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))}
 
 
 def describe_exit(code: int) -> str:

@@ -39,6 +39,13 @@ class EngineClient(Protocol):
         """Continue `input_ids`. Raises on an HTTP error, on a lost server (after the retries) and on a time-out."""
         ...
 
+    async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
+        """The decoded answer to any POST to the fleet ("/generate", "/v1/chat/completions"), as the engine gave it.
+
+        Raises as `generate` does.
+        """
+        ...
+
     async def abort_all(self) -> None:
         """Abort every request in flight; each returns with what it has and finish_reason "abort"."""
         ...
@@ -68,6 +75,24 @@ class StoppableEngine:
             return Generation([], [], "abort", "")
         return await self._client.generate(input_ids, sampling_params, session_id)
 
+    async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
+        """As the client's; once it is stopped, what a generation answers that was aborted before it began."""
+        if self.stopped and (answer := aborted_answer(path)) is not None:
+            return answer
+        return await self._client.ask(path, payload, session_id)
+
     async def abort_all(self) -> None:
         """As the client's."""
         await self._client.abort_all()
+
+
+def aborted_answer(path: str) -> dict[str, Any] | None:
+    """What the engine's `path` answers to a request that was aborted without a token; None where it generates none."""
+    finish = {"type": "abort", "message": "the rollout is full"}
+    if path == "/generate":
+        meta = {"id": "", "finish_reason": finish, "prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        return {"text": "", "output_ids": [], "meta_info": {**meta, "output_token_logprobs": []}}
+    if path == "/v1/chat/completions":
+        message = {"role": "assistant", "content": "", "tool_calls": None}
+        return {"choices": [{"index": 0, "message": message, "logprobs": {"content": []}, "finish_reason": "abort"}]}
+    return None

@@ -10,10 +10,11 @@ from typing import Any
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import EvalDataset
+from slimrl.arguments.prompt_formats import eval_prompt_format
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.failures import SampleError
 from slimrl.rollout.metrics import PASS_REWARD, ks_of, length_statistics, mean, pass_at_k
-from slimrl.rollout.prompts import PromptFormat, PromptSet, load_prompts
+from slimrl.rollout.prompts import PromptSet, load_prompts
 from slimrl.rollout.rm_hub import RewardRule
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
@@ -98,18 +99,7 @@ class Evaluator:
             RewardRule(dataset.custom_rm_path, dataset.rm_type), dataset.custom_generate_function_path, evaluation=True
         )
         self._maker.check(policy, f"evaluation set {dataset.name!r}")
-        prompt_format = PromptFormat(
-            input_key=dataset.input_key,
-            label_key=dataset.label_key,
-            metadata_key=dataset.metadata_key,
-            tool_key=dataset.tool_key,
-            apply_chat_template=dataset.apply_chat_template,
-            chat_template_kwargs=dataset.apply_chat_template_kwargs,
-            max_prompt_len=dataset.max_prompt_len,
-            keep_messages=dataset.custom_generate_function_path is not None,
-            keep_conversation=args.rm_model is not None,
-        )
-        prompts = load_prompts(dataset.path, prompt_format, tokenizer)
+        prompts = load_prompts(dataset.path, eval_prompt_format(args, dataset), tokenizer)
         return _Set(dataset, prompts, SamplingPlan.for_evaluation(args, dataset), policy)
 
     async def _evaluate(self, part: _Set, rollout_id: int) -> EvalResult:

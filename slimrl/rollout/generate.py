@@ -25,7 +25,7 @@ from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sample_trace import SampleTrace
 from slimrl.rollout.sampling import SamplingPlan
-from slimrl.rollout.sglang_rollout import call_rollout_function, eval_results, rollout_output
+from slimrl.rollout.sglang_rollout import call_rollout_function, checked_output, eval_results
 from slimrl.rollout.under_way import SampleWhere
 
 
@@ -85,6 +85,7 @@ class RolloutGenerator:
             if self._function is None:
                 return await self.builtin_rollout(rollout_id, data_source)
             returned = await call_rollout_function(
+                ("--rollout-function-path", self._args.rollout_function_path),
                 self._function,
                 self._args,
                 rollout_id,
@@ -93,7 +94,7 @@ class RolloutGenerator:
                 tokenizer=self._tokenizer,
                 generator=self,
             )
-        return rollout_output(returned, self._args.rollout_function_path)
+        return checked_output(returned, self._args)
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
         """Every evaluation set by name, by `--eval-function-path` (`--rollout-function-path`) likewise."""
@@ -101,7 +102,9 @@ class RolloutGenerator:
             self._trace.begin()
             if self._eval_function is None:
                 return await self.builtin_evaluation(rollout_id)
+            flag = "--eval-function-path" if self._args.eval_function_path else "--rollout-function-path"
             returned = await call_rollout_function(
+                (flag, self._eval_path),
                 self._eval_function,
                 self._args,
                 rollout_id,

@@ -10,25 +10,11 @@ import random
 from typing import Any
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.prompt_formats import training_prompt_format
 from slimrl.data.data_path import DataMix
 from slimrl.rollout.prompt_order import PromptOrder
 from slimrl.rollout.prompt_rows import PromptRows
-from slimrl.rollout.prompts import Prompt, PromptFormat
-
-
-def training_prompt_format(args: Arguments) -> PromptFormat:
-    """How the rows of `--prompt-data` are read."""
-    return PromptFormat(
-        input_key=args.input_key,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
-        apply_chat_template=args.apply_chat_template,
-        chat_template_kwargs=args.apply_chat_template_kwargs,
-        max_prompt_len=args.rollout_max_prompt_len,
-        keep_messages=args.custom_generate_function_path is not None or args.has_own_rollout_function,
-        keep_conversation=args.rm_model is not None,
-    )
+from slimrl.rollout.prompts import Prompt
 
 
 class PromptMix:

@@ -34,7 +34,7 @@ class PromptOrder:
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts; rows that are bad or too long are passed over and counted.
 
-        Raises BadRowsError, and ValueError where a whole epoch has no usable prompt.
+        Raises BadRowsError, and ValueError where a whole epoch has no usable prompt, or one is too long and refused.
         """
         drawn: list[Prompt] = []
         while len(drawn) < count:
@@ -73,7 +73,8 @@ class PromptOrder:
         if state["num_rows"] != len(rows) or state["fingerprint"] != rows.fingerprint:
             raise ValueError(
                 f"--prompt-data {rows.source} ({len(rows)} rows) is not the data set of the checkpoint,"
-                f" {state['source']} ({state['num_rows']} rows): the rows differ; give the same data again"
+                f" {state['source']} ({state['num_rows']} rows): the rows differ; give the same data again, put a file"
+                " that was changed back as it was, or begin a new run"
             )
         given = {"--input-key": rows.form.input_key, "--label-key": rows.form.label_key}
         for flag, saved in state["columns"].items():
@@ -87,6 +88,8 @@ class PromptOrder:
         self._order = self._epoch_order()
 
     def _count_too_long(self, row: int, made: TooLong) -> None:
+        if self.rows.form.refuse_too_long:
+            raise made.refusal(self.rows.where(row), self.rows.form)
         if self.too_long == 0:
             limit = self.rows.form.max_prompt_len
             where = self.rows.where(row)
@@ -97,8 +100,8 @@ class PromptOrder:
         count, bad = len(self.rows), len(self.rows.bad_rows)
         return ValueError(
             f"data set {self.rows.source} has no prompt to train on: {count - bad} of {count} are longer than"
-            f" --rollout-max-prompt-len {self.rows.form.max_prompt_len} tokens and {bad} are bad rows: raise the limit"
-            " or give other data"
+            f" {self.rows.form.max_prompt_len} tokens (--rollout-max-prompt-len, or an engine's context) and {bad} are"
+            " bad rows: raise the limit or give other data"
         )
 
     def _end_epoch(self) -> None:

@@ -8,41 +8,40 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import logging
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from slimrl.data.bad_row import BadRow, Row, bad_rows_error
+from slimrl.data.prompt_format import (
+    MESSAGES_KEY,
+    TOOLS_KEY,
+    PromptFormat,
+    messages_of,
+    metadata_of,
+    row_fault,
+    tools_of,
+)
 from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
 
+__all__ = [
+    "MESSAGES_KEY",
+    "TOOLS_KEY",
+    "Prompt",
+    "PromptFormat",
+    "PromptMaker",
+    "PromptSet",
+    "TooLong",
+    "load_prompts",
+    "open_prompt_rows",
+    "row_fault",
+]
+
 logger = logging.getLogger(__name__)
 
-TOOLS_KEY = "tools"
-MESSAGES_KEY = "prompt_messages"
 BATCH_ROWS = 1024  # rows that are read and tokenised at a time where all of a set are wanted
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptFormat:
-    """Which columns of a row mean what, and how its prompt becomes tokens."""
-
-    input_key: str
-    label_key: str | None
-    metadata_key: str
-    tool_key: str
-    apply_chat_template: bool
-    chat_template_kwargs: dict[str, Any]
-    max_prompt_len: int | None  # tokens; longer prompts are left out
-    keep_messages: bool  # a custom generate function may take messages as they are, without tokens
-    keep_conversation: bool = False  # the messages behind a rendered prompt stay in the metadata (`MESSAGES_KEY`)
-
-    @property
-    def columns(self) -> list[str]:
-        """Every column that is looked at."""
-        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +73,14 @@ class TooLong:
     """What stands in the place of a prompt above the length limit."""
 
     num_tokens: int
+
+    def refusal(self, where: str, form: PromptFormat) -> ValueError:
+        """What --refuse-long-prompts says of the row at `where`."""
+        return ValueError(
+            f"{where}: the prompt has {self.num_tokens} tokens and may have {form.max_prompt_len} (the least of the"
+            " limit for prompts and an engine's context): shorten it, or leave out --refuse-long-prompts to pass over"
+            " such rows"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +119,7 @@ class PromptMaker:
                 made.append(TooLong(len(ids)))
             else:
                 label = None if self._form.label_key is None else row[self._form.label_key]
-                made.append(Prompt(content, ids, label, _metadata(row, self._form)))
+                made.append(Prompt(content, ids, label, metadata_of(row, self._form)))
         return made
 
     def _content(self, row: Row) -> str | list[dict[str, Any]] | BadRow:
@@ -125,8 +132,8 @@ class PromptMaker:
             return content
         try:
             return self._tokenizer.apply_chat_template(
-                _messages(content),
-                tools=_tools(row, self._form),
+                messages_of(content),
+                tools=tools_of(row, self._form),
                 tokenize=False,
                 add_generation_prompt=True,
                 **self._form.chat_template_kwargs,
@@ -145,28 +152,6 @@ class PromptMaker:
         return token_ids
 
 
-def row_fault(row: Row, form: PromptFormat) -> str | None:
-    """What is wrong with a row, as far as can be told without a tokenizer; None where nothing is."""
-    if isinstance(row, BadRow):
-        return row.reason
-    try:
-        _metadata(row, form)
-        if form.label_key is not None and form.label_key not in row:
-            raise ValueError(f"no column {form.label_key!r} (--label-key); it has {sorted(row)}")
-        content = row.get(form.input_key)
-        if not content:
-            state = "an empty" if form.input_key in row else "no"
-            raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")
-        if form.apply_chat_template:
-            if not isinstance(content, str) and not _are_messages(content):
-                raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
-        elif not isinstance(content, str) and not form.keep_messages:
-            raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def open_prompt_rows(data_paths: str | Sequence[str], form: PromptFormat) -> RowSet:
     """The rows of these files, which have the columns. Raises ValueError where a Parquet file lacks one."""
     rows = open_rows(data_paths, form.columns)
@@ -180,7 +165,7 @@ def open_prompt_rows(data_paths: str | Sequence[str], form: PromptFormat) -> Row
 def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSet:
     """All prompts of a data set at once.
 
-    Raises BadRowsError naming every bad row, and ValueError where the length limit leaves no prompt.
+    Raises BadRowsError naming every bad row, and ValueError where the length limit leaves no prompt, or refuses one.
     """
     rows, maker = open_prompt_rows(data_path, form), PromptMaker(form, tokenizer)
     prompts: list[Prompt] = []
@@ -192,12 +177,14 @@ def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSe
                 bad.append(f"{rows.where(number)}: {made.reason}")
             elif isinstance(made, Prompt):
                 prompts.append(made)
+            elif form.refuse_too_long:
+                raise made.refusal(rows.where(number), form)
     if bad:
         raise bad_rows_error(data_path, bad, 0, "mend or remove them")
     if not prompts:
         raise ValueError(
             f"data set {data_path}: all {len(rows)} prompts are longer than the limit of {form.max_prompt_len} tokens"
-            " (--eval-max-prompt-len): raise the limit or give shorter prompts"
+            " (--eval-max-prompt-len, or an engine's context): raise the limit or give shorter prompts"
         )
     too_long = len(rows) - len(prompts)
     if too_long:
@@ -205,44 +192,6 @@ def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSe
             "%s: left out %d of %d prompts, longer than %d tokens", data_path, too_long, len(rows), form.max_prompt_len
         )
     return PromptSet(data_path, prompts, too_long)
-
-
-def _messages(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}] if isinstance(content, str) else content
-
-
-def _are_messages(content: Any) -> bool:
-    return isinstance(content, list) and all(isinstance(message, dict) and "role" in message for message in content)
-
-
-def _tools(row: dict[str, Any], form: PromptFormat) -> list[Any] | None:
-    tools = _decoded(row.get(form.tool_key), form.tool_key)
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{form.tool_key!r} (--tool-key) must be a list of tool schemas, not {type(tools).__name__}")
-    return tools or None
-
-
-def _decoded(value: Any, key: str) -> Any:
-    """Parquet files often hold nested data as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"{key!r} is text that is not JSON: {error}") from error
-
-
-def _metadata(row: dict[str, Any], form: PromptFormat) -> dict[str, Any]:
-    """The row's metadata, its tool schemas under "tools", and with `keep_conversation` its messages."""
-    metadata = _decoded(row.get(form.metadata_key), form.metadata_key)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{form.metadata_key!r} (--metadata-key) must be an object, not {type(metadata).__name__}")
-    tools = _tools(row, form)
-    if form.keep_conversation and form.apply_chat_template:
-        metadata = {MESSAGES_KEY: _messages(row.get(form.input_key)), **metadata}
-    return metadata if tools is None else {**metadata, TOOLS_KEY: tools}
 
 
 def _independent(value: Any) -> Any:

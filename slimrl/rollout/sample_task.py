@@ -7,21 +7,25 @@ Called by the rollout loop and by evaluation, one asyncio task per sample.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
 from slimrl.data import version_spans
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.hooks.resolving import own_lines
+from slimrl.data.slime_sample import unserved_field
 from slimrl.rollout.engine import EngineClient, StoppableEngine
 from slimrl.rollout.failures import SampleError, is_own_fault
+from slimrl.rollout.making import Making, router_url
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.sample_trace import GENERATION, SampleTrace
 from slimrl.rollout.stop_strings import end_at_stop_string
 from slimrl.rollout.stop_tokens import stop_tokens
+from slimrl.rollout.tasks import ends_from_outside
 from slimrl.rollout.turns import append_generation
 from slimrl.rollout.under_way import UnderWay
 
@@ -67,7 +71,7 @@ class SampleMaker:
             self._function(policy.custom_generate_path)
 
     async def make(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, rollout_id: int) -> list[Sample]:
-        """The finished sample with its reward; several where a custom function fans out. Raises SampleError."""
+        """The finished sample with its reward; several where a custom function may fan out. Raises SampleError."""
         samples = await self.generate(sample, params, policy, rollout_id)
         await self.judge(samples, policy)
         return samples
@@ -120,13 +124,44 @@ class SampleMaker:
             kind = "eval-sample" if policy.evaluation else "sample"
             sample.session_id = sample.session_id or f"{kind}-{sample.index}"  # it may be a conversation
             offers = {"engine": engine, "tokenizer": self._tokenizer, "evaluation": policy.evaluation}
-            made = await function(self._args, sample, params, **{name: offers[name] for name in names})
+            making = self._making(sample, engine)
+            self._scorer.begin()
+            with making.going_on():
+                made = await function(self._args, sample, params, **{name: offers[name] for name in names})
             made = made if isinstance(made, list) else [made]
             if not made or not all(isinstance(part, Sample) for part in made):
-                raise TypeError(f"{policy.custom_generate_path} must return a Sample or a list of them, not {made!r}")
+                kinds = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in made})
+                raise TypeError(
+                    f"{policy.custom_generate_path} must return a Sample (slimrl.data.sample.Sample) or a list of them,"
+                    f" not {', '.join(kinds) or 'none'}: {made!r}"
+                )
+            for part in made:
+                making.tell_versions(part)
+            if len(made) > 1 and not policy.evaluation:
+                self._require_rows_of_ones_own(policy.custom_generate_path, len(made))
         for part in made:
             _check(part, may_be_aborted=self._engine.stopped)
         return made
+
+    def _making(self, sample: Sample, engine: EngineClient) -> Making:
+        """What helpers written for slime need to know of the sample."""
+        return Making(
+            router_url=router_url(self._args),
+            engine=engine,
+            stopped=lambda: self._engine.stopped,
+            continue_sample=lambda part, params: self._continue(part, params, engine),
+            session_id=sample.session_id,
+            before=dataclasses.replace(sample, weight_versions=list(sample.weight_versions)),
+        )
+
+    def _require_rows_of_ones_own(self, path: str, count: int) -> None:
+        """An optimizer step takes --global-batch-size samples, and the run has planned its steps with one for each."""
+        if self._args.custom_convert_samples_to_train_data_path is None:
+            raise TypeError(
+                f"{path} returned {count} samples for one, and a rollout has --rollout-batch-size x"
+                " --n-samples-per-prompt of them: return one sample (slimrl.rollout.turns makes one of several turns),"
+                " or give --custom-convert-samples-to-train-data-path, a function that makes the rows to train on"
+            )
 
     async def _continue(self, sample: Sample, params: dict[str, Any], engine: EngineClient) -> None:
         """Lets the engine continue `sample` in place, up to `max_new_tokens` more tokens."""
@@ -177,19 +212,22 @@ class SampleMaker:
 
     async def _named(self, sample: Sample, stage: str, work: Any, function: str | None) -> Any:
         """The result of `work`, whose errors become a SampleError; `function` is the user's own that does the work."""
+        task = asyncio.current_task()
         try:
-            with self.under_way.at(sample, stage):
+            with self.under_way.at(sample, stage), _of_hook(function):
                 return await work
-        except (asyncio.CancelledError, SampleError):
+        except SampleError:
             raise
-        except Exception as error:  # user code and engines may raise anything; nothing is swallowed
+        except BaseException as error:  # user code and engines may raise anything; nothing is swallowed
+            if ends_from_outside(error, task):
+                raise
             prompt = str(sample.prompt)
             shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
             sample.status = SampleStatus.FAILED
-            lines = f"; in {function}{own_lines(error)}" if function else ""
+            lines = f"; in {function}{hooks.own_lines(error)}" if function else ""
             raise SampleError(
                 f"{stage} of sample {sample.index} (group {sample.group_index}) failed:"
-                f" {type(error).__name__}: {error}; its prompt: {shown!r}{lines}",
+                f" {hooks.described(error)}; its prompt: {shown!r}{lines}",
                 by_hook=function is not None and not is_own_fault(error),
             ) from error
 
@@ -201,6 +239,10 @@ class SampleMaker:
         return self._functions[path]
 
 
+def _of_hook(function: str | None) -> AbstractContextManager[None]:
+    return contextlib.nullcontext() if function is None else hooks.in_hook()
+
+
 def _reward_path(sample: Sample, policy: SamplePolicy) -> str | None:
     """The user's function that judges the sample, with its flag."""
     path = sample.custom_rm_path or policy.reward_rule.custom_rm_path
@@ -209,6 +251,9 @@ def _reward_path(sample: Sample, policy: SamplePolicy) -> str | None:
 
 def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     """Raises ValueError where a generated sample breaks an invariant that training relies on."""
+    sample.status = SampleStatus(sample.status)  # functions of the user's may write it as text
+    if unserved := unserved_field(sample):
+        raise ValueError(unserved)
     if sample.status not in _FINISHED and not (may_be_aborted and sample.status is SampleStatus.ABORTED):
         raise ValueError(f"it came back {sample.status.value}: it must be completed or truncated")
     if not 0 <= sample.response_length < len(sample.tokens):

@@ -77,9 +77,7 @@ class _TracedEngine:
         self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
     ) -> Generation:
         """As the engine's."""
-        asked = time.monotonic_ns()
-        if self._answered_ns is not None:
-            self._trace.show(TOOLS, self._index, self._answered_ns, asked, {})
+        asked = self._asked()
         answer: Generation | None = None
         try:
             answer = await self._engine.generate(input_ids, sampling_params, session_id)
@@ -88,9 +86,24 @@ class _TracedEngine:
             self._answered_ns = time.monotonic_ns()
             self._show(asked, len(input_ids), answer)
 
+    async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
+        """As the engine's; shown without what only the answer tells."""
+        asked = self._asked()
+        try:
+            return await self._engine.ask(path, payload, session_id)
+        finally:
+            self._answered_ns = time.monotonic_ns()
+            self._trace.show(REQUESTS, self._index, asked, self._answered_ns, {**self._facts, "path": path})
+
     async def abort_all(self) -> None:
         """As the engine's."""
         await self._engine.abort_all()
+
+    def _asked(self) -> int:
+        asked = time.monotonic_ns()
+        if self._answered_ns is not None:
+            self._trace.show(TOOLS, self._index, self._answered_ns, asked, {})
+        return asked
 
     def _show(self, asked: int, prompt_tokens: int, answer: Generation | None) -> None:
         facts = {**self._facts, "prompt_tokens": prompt_tokens, "finish": "failed"}

@@ -7,6 +7,7 @@ import hashlib
 from typing import Any
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_context import least
 from slimrl.arguments.namespace import EvalDataset
 from slimrl.data.sample import Sample
 
@@ -39,7 +40,8 @@ class SamplingPlan:
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
         }
-        return cls(base, args.rollout_max_context_len, (args.rollout_seed,) if _takes_seeds(args) else None)
+        limit = least(args.rollout_max_context_len, args.engine_context_len)
+        return cls(base, limit, (args.rollout_seed,) if _takes_seeds(args) else None)
 
     @classmethod
     def for_evaluation(cls, args: Arguments, dataset: EvalDataset) -> SamplingPlan:
@@ -60,7 +62,7 @@ class SamplingPlan:
         if dataset.repetition_penalty is not None:
             base["repetition_penalty"] = dataset.repetition_penalty
         identity = (args.rollout_seed, "eval", dataset.name) if _takes_seeds(args) else None
-        return cls(base, dataset.max_context_len, identity)
+        return cls(base, least(dataset.max_context_len, args.engine_context_len), identity)
 
     def params(self, sample: Sample, *identity: int | str) -> dict[str, Any]:
         """The request's sampling parameters for `sample`, which `identity` tells from all others of the data set.

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.hooks import HookFailedError, RolloutFunction, accepted, resolve
+from slimrl.hooks import HookFailedError, RolloutFunction, accepted, naming, resolve
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.making import begin_calls
 from slimrl.rollout.output import RolloutOutput
 from slimrl.rollout.plain_numbers import plain_number
 
@@ -35,6 +36,7 @@ class BlockingGenerator:
     def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
         self._generator = generator
         self._loop = loop
+        self.failure: BaseException | None = None  # of the built-in rollout, which names itself
 
     def rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """Generates one rollout and waits for it."""
@@ -45,7 +47,11 @@ class BlockingGenerator:
         return self._wait(self._generator.builtin_evaluation(rollout_id))
 
     def _wait(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except BaseException as error:
+            self.failure = error
+            raise
 
 
 def generate_rollout(
@@ -66,6 +72,7 @@ def generate_rollout(
 
 
 async def call_rollout_function(
+    named: tuple[str, str],
     function: Callable[..., Any],
     args: Arguments,
     rollout_id: int,
@@ -77,11 +84,19 @@ async def call_rollout_function(
 ) -> Any:
     """Calls a rollout function in a thread and returns what it returns.
 
-    It is given `generator` (None where there are no engines) and `tokenizer` where it takes them.
+    It is given `generator` (None where there are no engines) and `tokenizer` where it takes them. Raises
+    HookFailedError, `named` by its flag and path, where it fails, and what the built-in rollout raises as it is.
     """
     blocking = None if generator is None else BlockingGenerator(generator, asyncio.get_running_loop())
+    begin_calls(args)
     told = accepted(function, RolloutFunction, generator=blocking, tokenizer=tokenizer)
-    return await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation, **told)
+
+    def call() -> Any:
+        # in the thread: a StopIteration that leaves it would never reach who waits
+        with naming(*named, passes=lambda error: blocking is not None and error is blocking.failure):
+            return function(args, rollout_id, data_source, evaluation=evaluation, **told)
+
+    return await asyncio.to_thread(call)
 
 
 async def rollout_without_engines(
@@ -90,10 +105,22 @@ async def rollout_without_engines(
     """One rollout by a `--rollout-function-path` that asks no engine (`--debug-train-only`)."""
     function = resolve(args.rollout_function_path, RolloutFunction)
     data_source.begin_rollout(rollout_id)
+    named = "--rollout-function-path", args.rollout_function_path
     returned = await call_rollout_function(
-        function, args, rollout_id, data_source, evaluation=False, tokenizer=tokenizer, generator=None
+        named, function, args, rollout_id, data_source, evaluation=False, tokenizer=tokenizer, generator=None
     )
-    return rollout_output(returned, args.rollout_function_path)
+    return checked_output(returned, args)
+
+
+def checked_output(returned: Any, args: Arguments) -> RolloutOutput:
+    """A training rollout from what `--rollout-function-path` returned, as `rollout_output` reads it.
+
+    Raises HookFailedError, too, where its samples make other optimizer steps than the flags say.
+    """
+    output = rollout_output(returned, args.rollout_function_path)
+    if args.custom_convert_samples_to_train_data_path is None and args.global_batch_size:
+        _require_steps(output, args)
+    return output
 
 
 def rollout_output(returned: Any, path: str) -> RolloutOutput:
@@ -111,6 +138,18 @@ def rollout_output(returned: Any, path: str) -> RolloutOutput:
             " or a list of groups, each a list of Sample"
         )
     return RolloutOutput(groups, _plain_metrics(metrics, path))
+
+
+def _require_steps(output: RolloutOutput, args: Arguments) -> None:
+    samples = sum(map(len, output.groups))
+    most = args.rollout_batch_size * args.n_samples_per_prompt
+    if samples > most or samples % args.global_batch_size:
+        raise HookFailedError(
+            f"--rollout-function-path {args.rollout_function_path} returned {samples} samples, and a rollout has at"
+            f" most {most} (--rollout-batch-size x --n-samples-per-prompt), in steps of --global-batch-size"
+            f" {args.global_batch_size}: return as many, or give --custom-convert-samples-to-train-data-path, a"
+            " function that makes the rows to train on"
+        )
 
 
 def eval_results(returned: Any, path: str) -> dict[str, EvalResult]:

@@ -2,26 +2,34 @@
 
 Only the fields that are needed are made into objects, and the triples of tokens and log-probabilities into structs that
 the garbage collector does not follow: 512 lists per answer would make it walk over all samples again and again, which
-costs more than everything else together. Called by the client.
+costs more than everything else together. What no engine can mean is refused while it is read: token ids outside of the
+vocabulary and log-probabilities that are none. Called by the client.
 """
 
 from __future__ import annotations
 
+import json
+from typing import Annotated, Any
+
 import msgspec
+import orjson
 
 from slimrl.data import version_spans
 from slimrl.data.version_spans import Span
 from slimrl.rollout.engine import Generation
-from slimrl.sglang.errors import EngineUnavailableError
+from slimrl.sglang.errors import EngineAnswerError
 from slimrl.sglang.request_stats import RequestStats
 
 _SHOWN_BYTES = 200
+_HIGHEST_LOG_PROB = 1e-3  # engines round
+_LOWEST_LOG_PROB = -1e30  # servers clamp infinity to the lowest number of the type
+_LARGEST_VOCABULARY = 1 << 31
 
 
 class _Scored(msgspec.Struct, array_like=True, gc=False):
     """`[log-probability, token id, text]`, of which the text is left unread."""
 
-    log_prob: float
+    log_prob: Annotated[float, msgspec.Meta(ge=_LOWEST_LOG_PROB, le=_HIGHEST_LOG_PROB)]
     token_id: int
 
 
@@ -31,8 +39,8 @@ class _FinishReason(msgspec.Struct):
 
 class _Span(msgspec.Struct):
     version: str
-    start: int
-    end: int
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    end: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _MetaInfo(msgspec.Struct):
@@ -51,30 +59,38 @@ class _MetaInfo(msgspec.Struct):
     spec_verify_ct: int = 0
 
 
-class _Answer(msgspec.Struct):
-    output_ids: list[int]
-    meta_info: _MetaInfo
-    text: str = ""
+class AnswerReader:
+    """Reads answers of engines whose vocabulary has `vocabulary` token ids; None where that is not known."""
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        self._vocabulary = vocabulary or _LARGEST_VOCABULARY
+        token_id = Annotated[int, msgspec.Meta(ge=0, lt=self._vocabulary)]
+        answer = msgspec.defstruct(
+            "Answer", [("output_ids", list[token_id]), ("meta_info", _MetaInfo), ("text", str, "")]
+        )
+        self._decoder = msgspec.json.Decoder(answer)
+
+    def generation(self, content: bytes, stats: RequestStats | None = None) -> Generation:
+        """The answer, checked: one log-probability per new token, of that token; `stats` is told of it.
+
+        Raises EngineAnswerError where it is not, where a field is missing or of another type (a log-probability that is
+        no number comes as null), and where a token id or a log-probability is outside of its range.
+        """
+        try:
+            answer = self._decoder.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if (wrong := _out_of_range(content, self._vocabulary)) is not None:
+                raise EngineAnswerError(f"the engine's answer cannot be used: {wrong}") from error
+            shown = content[:_SHOWN_BYTES].decode(errors="replace")
+            raise EngineAnswerError(f"the engine's answer cannot be read: {error}; it begins {shown!r}") from error
+        return _checked(answer, stats)
 
 
-_DECODER = msgspec.json.Decoder(_Answer)
-
-
-def generation_of(content: bytes, stats: RequestStats | None = None) -> Generation:
-    """The answer, checked: one log-probability per new token, of that token; `stats` is told of it.
-
-    Raises EngineUnavailableError where it is not, and where a field is missing or of another type (a log-probability
-    that is no number comes as null).
-    """
-    try:
-        answer = _DECODER.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        shown = content[:_SHOWN_BYTES].decode(errors="replace")
-        raise EngineUnavailableError(f"the engine's answer cannot be read: {error}; it begins {shown!r}") from error
+def _checked(answer: Any, stats: RequestStats | None) -> Generation:
     meta = answer.meta_info
     token_ids, scored = answer.output_ids, meta.output_token_logprobs
     if [entry.token_id for entry in scored] != token_ids:
-        raise EngineUnavailableError(
+        raise EngineAnswerError(
             f"the engine answered {len(token_ids)} token ids and log-probabilities of {len(scored)} others:"
             f" request {meta.id}, finish reason {meta.finish_reason.type}"
         )
@@ -90,6 +106,15 @@ def generation_of(content: bytes, stats: RequestStats | None = None) -> Generati
     )
 
 
+def decoded(content: bytes) -> Any:
+    """The answer as plain data, whatever it holds. Raises EngineAnswerError where it is no JSON."""
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        shown = content[:_SHOWN_BYTES].decode(errors="replace")
+        raise EngineAnswerError(f"the engine's answer is not JSON: {error}; it begins {shown!r}") from error
+
+
 def _spans(meta: _MetaInfo, count: int) -> list[Span]:
     """The spans of `count` tokens; the engine's own may count a token that it does not hand out, or lack the last."""
     spans: list[Span] = []
@@ -97,3 +122,19 @@ def _spans(meta: _MetaInfo, count: int) -> list[Span]:
         version_spans.add(spans, span.version, min(span.end, count) - span.start)
     version_spans.add(spans, meta.weight_version, count - sum(length for _, length in spans))
     return spans
+
+
+def _out_of_range(content: bytes, vocabulary: int) -> str | None:
+    """Which token id or log-probability of an answer is outside of its range; None where it is something else."""
+    try:
+        answer = json.loads(content)
+        token_ids, scored = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+        for place, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocabulary:
+                return f"output_ids[{place}] is {token_id}, and the model has {vocabulary} tokens"
+        for place, (log_prob, *_) in enumerate(scored):
+            if not _LOWEST_LOG_PROB <= log_prob <= _HIGHEST_LOG_PROB:  # true of NaN, too
+                return f"output_token_logprobs[{place}] is {log_prob}, which is the logarithm of no probability"
+    except (ValueError, TypeError, KeyError, IndexError):
+        pass
+    return None

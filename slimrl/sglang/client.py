@@ -5,7 +5,8 @@ engine's own words in every error. What is sent again, and how often:
 
 | what happened | what follows |
 | --- | --- |
-| the engine refused (HTTP 4xx) | never sent again |
+| the engine refused (HTTP 4xx), or sent it elsewhere (3xx) | never sent again |
+| the answer has not the form of an engine's, or values that it cannot have | never sent again |
 | the request took longer than `request_timeout_s` | never sent again |
 | nobody took it: no router listens, or it has no server (HTTP 503) | again, for `keep_trying_s` on end |
 | whoever worked on it was lost: the connection broke, or another HTTP 5xx | again, `MAX_LOSSES` times in all |
@@ -18,19 +19,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
-from slimrl.rollout.engine import Generation
-from slimrl.sglang.answers import generation_of
-from slimrl.sglang.errors import EngineRequestError, EngineTimeoutError, EngineUnavailableError
+from slimrl.rollout.engine import Generation, aborted_answer
+from slimrl.sglang.access import bearer
+from slimrl.sglang.answers import AnswerReader, decoded
+from slimrl.sglang.errors import EngineAnswerError, EngineRequestError, EngineTimeoutError, EngineUnavailableError
 from slimrl.sglang.request_stats import RequestStats
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # the router's policy "manual" sends equal keys to one server (its prefix cache), see `routing.py`
 SESSION_HEADER = "X-SMG-Routing-Key"
@@ -39,6 +43,7 @@ KEEP_TRYING_S = 16.0
 FIRST_BACKOFF_S = 0.25  # doubles
 LONGEST_BACKOFF_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
+_SHOWN_SERVERS = 4
 ABORT_INTERVAL_S = 0.1
 ABORT_REQUEST_TIMEOUT_S = 10.0
 ABORT_PATIENCE_S = 120.0  # an engine heeds an abort between two steps; the longest is the prefill of a long prompt
@@ -59,7 +64,8 @@ class RouterClient:
     `request_timeout_s` bounds one attempt, from its start to the last byte of the answer. `keep_trying_s` is how long
     a request that nobody takes is offered again: long enough for a router or the only server to be replaced.
     `weights_are_pushed`: pushed weights have numbers for versions, and an answer with others is not used: it is of a
-    server that its owner started anew, which is noticed a moment later.
+    server that its owner started anew, which is noticed a moment later. `key` is shown to router and servers.
+    `vocabulary`: ids from this on are refused.
     """
 
     def __init__(
@@ -71,15 +77,19 @@ class RouterClient:
         request_timeout_s: float,
         keep_trying_s: float = KEEP_TRYING_S,
         weights_are_pushed: bool = False,
+        key: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
         self.router_url = router_url.rstrip("/")
         self.server_urls = [url.rstrip("/") for url in server_urls]
+        self._key = key
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._keep_trying_s = keep_trying_s
         self._weights_are_pushed = weights_are_pushed
+        self._reader = AnswerReader(vocabulary)
         # a semaphore looks through those that it woke already, which costs more than a request where thousands wait
         self._slots: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         for _ in range(concurrency):
@@ -121,9 +131,51 @@ class RouterClient:
         An aborted request that no engine had begun has no tokens and the weight version "".
 
         `session_id` keeps the requests of one conversation on one server, where the router's policy heeds it. Raises
-        EngineRequestError (refused: the body says why), EngineTimeoutError, EngineUnavailableError (after retries).
+        EngineRequestError (refused: the body says why), EngineTimeoutError, EngineUnavailableError (after retries), and
+        EngineAnswerError.
         """
-        body = orjson.dumps({"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True})
+        payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        answer = await self._answered("/generate", payload, session_id, self._generation)
+        if answer is None:
+            return Generation([], [], "abort", "")
+        generation, sent_ns = answer
+        generation.sent_ns = sent_ns
+        return generation
+
+    async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
+        """The decoded answer to a POST of `payload` to the router's `path`; sent again as `generate` does.
+
+        An aborted request that no engine had begun has the answer of `aborted_answer`, on a path that has one. Raises
+        as `generate` does, and ValueError where a stream is asked for.
+        """
+        if payload.get("stream"):
+            raise ValueError(f"{path}: answers are taken whole: leave stream out")
+
+        def read(content: bytes) -> Any:
+            if path == "/generate" and payload.get("return_logprob") and content.startswith(b"{"):
+                self._generation(content)  # checked and counted as any other
+            return decoded(content)
+
+        answer = await self._answered(path, payload, session_id, read)
+        return aborted_answer(path) if answer is None else answer[0]
+
+    def _generation(self, content: bytes) -> Generation:
+        try:
+            generation = self._reader.generation(content, self.requests)
+        except EngineAnswerError as error:
+            servers = ", ".join(self.server_urls[:_SHOWN_SERVERS])
+            more = f" and {len(self.server_urls) - _SHOWN_SERVERS} more" * (len(self.server_urls) > _SHOWN_SERVERS)
+            behind = f", by a server behind it ({servers}{more})" if servers else ""
+            raise EngineAnswerError(f"{self.router_url}/generate was answered{behind}: {error}") from error
+        if self._weights_are_pushed:
+            _require_pushed(generation)
+        return generation
+
+    async def _answered(
+        self, path: str, payload: dict[str, Any], session_id: str | None, read: Callable[[bytes], T]
+    ) -> tuple[T, int] | None:
+        """What `read` makes of the answer, and when the request was sent; None where it was aborted before."""
+        body = orjson.dumps(payload)
         headers = {SESSION_HEADER: session_id} if session_id is not None else {}
         aborted = self._aborted
         tries = _Tries(self._keep_trying_s)
@@ -131,14 +183,10 @@ class RouterClient:
             await self._slots.get()
             try:
                 session = self._open()
-                if aborted.is_set():  # while it waited for its turn
-                    return Generation([], [], "abort", "")
+                if aborted.is_set() and aborted_answer(path) is not None:  # while it waited for its turn
+                    return None
                 sent_ns = time.monotonic_ns()
-                generation = generation_of(await self._post(session, body, headers), self.requests)
-                if self._weights_are_pushed:
-                    _require_pushed(generation)
-                generation.sent_ns = sent_ns
-                return generation
+                return read(await self._post(session, path, body, headers)), sent_ns
             except (_UntakenError, _LostError) as error:
                 if self._session is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
@@ -190,7 +238,11 @@ class RouterClient:
         headers = {"Connection": "close"}
         try:
             async with self._open().post(
-                f"{server_url}/abort_request", data=b'{"abort_all": true}', timeout=timeout, headers=headers
+                f"{server_url}/abort_request",
+                data=b'{"abort_all": true}',
+                timeout=timeout,
+                headers=headers,
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     raise EngineUnavailableError(
@@ -202,12 +254,12 @@ class RouterClient:
                 logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
             failed.add(server_url)
 
-    async def _post(self, session: aiohttp.ClientSession, body: bytes, headers: dict[str, str]) -> bytes:
-        url = f"{self.router_url}/generate"
+    async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes, headers: dict[str, str]) -> bytes:
+        url = f"{self.router_url}{path}"
         started = time.monotonic()
         self._in_flight += 1
         try:
-            async with session.post(url, data=body, headers=headers) as response:
+            async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 content = await response.read()
                 status = response.status
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -221,7 +273,7 @@ class RouterClient:
         if status == 200:
             return content
         words = content.decode(errors="replace")
-        if 400 <= status < 500:
+        if 300 <= status < 500:
             raise EngineRequestError(url, status, words)
         if time.monotonic() - started >= self._request_timeout_s:  # the router measures the same time
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {words}")
@@ -232,7 +284,7 @@ class RouterClient:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
             timeout=aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **bearer(self._key)},
         )
 
     def _open(self) -> aiohttp.ClientSession:

@@ -14,24 +14,43 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from slimrl.sglang.calls import answers, call
+from slimrl.sglang.compatibility import tells_versions_of_tokens
 from slimrl.sglang.errors import EngineError, EngineRequestError
+from slimrl.sglang.shapes import shaped
 
 RunningRequests = Literal["abort", "retract"]
+HTTP_BAD_REQUEST = 400
 HTTP_NOT_FOUND = 404
 POLL_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 5.0
 
 
-class ServerControl:
-    """The server at `url`; every call may take `timeout_s` (the transfer of a whole model included).
+class _Version(msgspec.Struct):
+    weight_version: str
 
-    Every method raises EngineRequestError (the server refused), EngineUnavailableError (no server, or HTTP 5xx) or
-    EngineTimeoutError. Calls are independent: several threads may use one object.
+
+class _Checksums(msgspec.Struct):
+    ranks: list[dict[str, Any]]
+
+
+class _Paths(msgspec.Struct):
+    paths: dict[str, Any]
+
+
+class ServerControl:
+    """The server at `url`; every call may take `timeout_s` (the transfer of a whole model included) and shows `key`.
+
+    Every method raises EngineRequestError (the server refused), EngineUnavailableError (no server, or HTTP 5xx),
+    EngineTimeoutError, or EngineAnswerError (the answer is not SGLang's). Calls are independent: several threads may
+    use one object.
     """
 
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 600.0, key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self._key = key
         self.timeout_s = timeout_s
         if urllib.parse.urlsplit(self.url).scheme != "http":
             raise ValueError(f"{url!r} is not the URL of a server: give it as http://host:port")
@@ -55,7 +74,7 @@ class ServerControl:
         Requests that run: "abort" gives them back with what they have (finish reason "abort") and raises
         EngineRequestError if any is left. "retract" puts them back into the queue, to go on with the new weights from
         recomputed KV; servers before 0.5.21 compute that correctly only with --disable-radix-cache and are refused
-        without it (EngineError). Requests that arrive meanwhile wait.
+        without it, those before 0.5.19 always (EngineError). Requests that arrive meanwhile wait.
 
         Until `end_weight_update` no call may flush by itself: with requests in the queue that kills the server.
         """
@@ -64,7 +83,7 @@ class ServerControl:
         self.pause(running)
         if running == "abort":
             self.flush_cache()  # refused while anything runs: before any weight has changed
-        self._post_if_there("/begin_weight_update")  # 0.5.21 and later
+        self._open_session()
 
     def end_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
         """Empties the KV cache, names the new `version` and lets the server go on; `running` as in the beginning.
@@ -174,12 +193,12 @@ class ServerControl:
 
     def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
         """Leaves the process group; `timeout_s` is for servers that may still be waiting for a broadcast."""
-        body = {"group_name": group_name}
-        call("POST", f"{self.url}/destroy_weights_update_group", body, timeout_s=timeout_s or self.timeout_s)
+        url, body = f"{self.url}/destroy_weights_update_group", {"group_name": group_name}
+        call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
 
     def weight_version(self) -> str:
         """The version that the server reports with every answer."""
-        return str(self._get("/model_info")["weight_version"])
+        return shaped(self._get("/model_info"), _Version, f"{self.url}/model_info").weight_version
 
     def set_weight_version(self, version: str) -> None:
         """Names the weights that are loaded now."""
@@ -206,7 +225,11 @@ class ServerControl:
         bytes of the SHA-256 of the tensor's contiguous bytes; on CUDA it is sglang's `gpu_tensor_hash`.
         """
         answer = self._post("/weights_checker", {"action": "checksum"})
-        return sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"]["tp_rank"])
+        ranks = shaped(answer, _Checksums, f"{self.url}/weights_checker").ranks
+        for rank in ranks:
+            if isinstance(rank["parallelism_info"], list):  # of the model, then of draft models
+                rank["parallelism_info"] = rank["parallelism_info"][0]
+        return sorted(ranks, key=lambda rank: rank["parallelism_info"]["tp_rank"])
 
     # -- requests, caches, memory --------------------------------------------------------------------------------
 
@@ -251,7 +274,7 @@ class ServerControl:
 
     def server_info(self) -> dict[str, Any]:
         """The server's resolved arguments and state, by the engine's own names."""
-        return self._get("/server_info")
+        return shaped(self._get("/server_info"), dict[str, Any], f"{self.url}/server_info")
 
     # -- transport -----------------------------------------------------------------------------------------------
 
@@ -259,8 +282,23 @@ class ServerControl:
         # flush_cache is always sent: the server's default, true, ends its process while requests are queued
         self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
 
+    def _open_session(self) -> None:
+        """From 0.5.21 on the calls that update weights stand in a session; older servers have none."""
+        try:
+            self._post_if_there("/begin_weight_update")
+        except EngineRequestError as refused:
+            if refused.status != HTTP_BAD_REQUEST:
+                raise
+            self._post("/end_weight_update", {})  # left open by an update that failed; raises if that was not it
+            self._post("/begin_weight_update", {})
+
     def _check_can_retract(self) -> None:
         info = self.server_info()
+        if not tells_versions_of_tokens(str(info.get("version"))):
+            raise EngineError(
+                f"{self.url} runs SGLang {info.get('version')}, which does not say which weights drew which token of a"
+                " request that goes on after an update: install sglang 0.5.19 or later"
+            )
         if not info["disable_radix_cache"] and not self._has("/begin_weight_update"):
             raise EngineError(
                 f"{self.url} runs SGLang {info.get('version')}, which continues requests after a weight update with"
@@ -268,7 +306,7 @@ class ServerControl:
             )
 
     def _has(self, path: str) -> bool:
-        return path in self._get("/openapi.json")["paths"]
+        return path in shaped(self._get("/openapi.json"), _Paths, f"{self.url}/openapi.json").paths
 
     def _post_if_there(self, path: str) -> bool:
         try:
@@ -280,7 +318,7 @@ class ServerControl:
         return True
 
     def _get(self, path: str) -> Any:
-        return call("GET", self.url + path, timeout_s=self.timeout_s)
+        return call("GET", self.url + path, timeout_s=self.timeout_s, key=self._key)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return call("POST", self.url + path, body, timeout_s=self.timeout_s)
+        return call("POST", self.url + path, body, timeout_s=self.timeout_s, key=self._key)

@@ -17,8 +17,10 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slimrl.sglang.compatibility import admit_references, module_with
 from slimrl.sglang.cpu_defaults import with_defaults
 from slimrl.sglang.cpu_layers import mend_layers
+from slimrl.sglang.entry import run_server
 
 ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
 MASK_32 = 0xFFFFFFFF
@@ -105,33 +107,27 @@ def install() -> bool:
     return True
 
 
-def mend() -> Any:
-    """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker.
-
-    Returns the library of operators added to torch: they exist as long as it does.
-    """
-    import sgl_kernel  # noqa: F401 - registers the operator namespace where the real package is present
+def mend() -> None:
+    """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker."""
     import torch
     from sglang.srt import batch_invariant_ops
-    from sglang.srt.arg_groups import choices
     from sglang.srt.distributed.device_communicators import pynccl
-    from sglang.srt.utils import weight_checker, weight_checker_comparator
-    from torch.library import Library
+    from sglang.srt.layers import sampler
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.utils import common, weight_checker, weight_checker_comparator
 
+    choices = module_with("add_deterministic_attention_backend_choices")
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     # it would put Triton kernels in place of torch's, which give equal tokens alone and in a batch here (tested)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    operators = Library("sgl_kernel", "FRAGMENT")
-    if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-        operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-        operators.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    sampler.murmur_hash32 = murmur_hash32
     mend_layers()
+    admit_references(common.SafeUnpickler)
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
-    weight_checker.torch = _without_cuda(torch)
+    weight_checker.torch = weight_updater.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
-    return operators
 
 
 def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
@@ -161,10 +157,14 @@ def _no_nccl(path: str | None = None) -> Any:
 
 
 def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
-    """torch, for one module's eyes, with a `cuda.synchronize` that has nothing to wait for."""
+    """torch, for one module's eyes, with a `cuda.synchronize` that has nothing to wait for.
+
+    And with the CPU as the device in use: from torch 2.14 on, a build for CUDA says CUDA also where there is no GPU.
+    """
     view = types.ModuleType("torch")
     view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
     view.cuda = types.SimpleNamespace(synchronize=lambda: None)
+    view.get_device_module = lambda device="cpu": torch.get_device_module(device)
     return view
 
 
@@ -186,22 +186,13 @@ def fork_children() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """What `sglang.launch_server` does, with the mends and the defaults where they are needed."""
+    """What `slimrl.sglang.entry server` does, with the mends and the defaults where they are needed."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
-        _operators = mend()
+        mend()
         fork_children()
         words = with_defaults(words)
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    load_plugins()
-    try:
-        run_server(prepare_server_args(words))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    run_server(words)
 
 
 if __name__ == "__main__":

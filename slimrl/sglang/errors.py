@@ -20,6 +20,10 @@ class EngineRequestError(EngineError):
         return type(self), (self.url, self.status, self.body)
 
 
+class EngineAnswerError(EngineError):
+    """What answered is no engine, or a broken one: the answer has not the form or the values that it must have."""
+
+
 class EngineUnavailableError(EngineError):
     """No engine answered: the connection failed or broke, or the answer was HTTP 5xx, after all retries."""
 

@@ -13,11 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slimrl.sglang.calls import answers, call
-from slimrl.sglang.errors import EngineError, EngineUnavailableError
+from slimrl.sglang.errors import EngineError, EngineRequestError, EngineUnavailableError
+from slimrl.sglang.shapes import shaped
 
 TIMEOUT_S = 10.0
 LISTEN_TIMEOUT_S = 5.0
+HTTP_UNAUTHORIZED = 401
 TOKEN_TIMEOUT_S = 25.0  # a server itself gives up after 20 s
 STARTED_WITH = "default"  # the version of weights that nobody pushed
 FLAG = "--rollout-external-engine-addrs"
@@ -43,37 +47,75 @@ class ExternalServer:
     url: str
     tensor_parallel_size: int
     started: Any
+    key: str | None = dataclasses.field(default=None, repr=False)
 
     def was_replaced(self) -> bool:
         """Whether another server answers there now; False where none does."""
         try:
-            return _identity(call("GET", f"{self.url}/server_info", timeout_s=TIMEOUT_S)) != self.started
+            answer = call("GET", f"{self.url}/server_info", timeout_s=TIMEOUT_S, key=self.key)
+            return _identity(shaped(answer, dict[str, Any], f"{self.url}/server_info")) != self.started
         except EngineError:
             return False
 
 
-def inspect(address: str, hf_checkpoint: str, *, weights_come: bool = True) -> ExternalServer:
-    """The server at "host:port". Raises EngineError with a sentence for each thing that is wrong with it.
+class _ServerInfo(msgspec.Struct):
+    """What is read of /server_info."""
+
+    tp_size: int
+    version: str | None = None
+    pp_size: int = 1
+    dp_size: int = 1
+    enable_dp_attention: bool | None = None
+    quantization: str | None = None
+    disaggregation_mode: str = "null"
+    skip_tokenizer_init: bool | None = None
+
+
+class _ModelInfo(msgspec.Struct):
+    """What is read of /model_info."""
+
+    is_generation: bool
+    model_path: str
+    weight_version: str
+    model_type: str | None = None
+    architectures: list[str] | None = None
+
+
+class _Paths(msgspec.Struct):
+    paths: dict[str, Any]
+
+
+def inspect(address: str, hf_checkpoint: str, *, weights_come: bool = True, key: str | None = None) -> ExternalServer:
+    """The server at "host:port", to which `key` is shown. Raises EngineError with a sentence for each thing that is
+    wrong with it.
 
     Where no `weights_come`, it must have those that it was started with, and not be paused: nobody would change that.
     """
     url = f"http://{address}"
     try:
-        server = call("GET", f"{url}/server_info", timeout_s=TIMEOUT_S)
-        model = call("GET", f"{url}/model_info", timeout_s=TIMEOUT_S)
-        paths = call("GET", f"{url}/openapi.json", timeout_s=TIMEOUT_S)["paths"]
+        server = call("GET", f"{url}/server_info", timeout_s=TIMEOUT_S, key=key)
+        model = call("GET", f"{url}/model_info", timeout_s=TIMEOUT_S, key=key)
+        paths = call("GET", f"{url}/openapi.json", timeout_s=TIMEOUT_S, key=key)
+        paths = shaped(paths, _Paths, f"{url}/openapi.json").paths
+        for answer, shape, path in ((server, _ServerInfo, "server_info"), (model, _ModelInfo, "model_info")):
+            shaped(answer, shape, f"{url}/{path}")
     except EngineUnavailableError as error:
         raise EngineUnavailableError(_no_server(address, error)) from error
-    except (EngineError, KeyError, TypeError) as error:
+    except EngineRequestError as error:
+        if error.status != HTTP_UNAUTHORIZED:
+            raise EngineError(_no_sglang(address, error)) from error
         raise EngineError(
-            f"{FLAG} {address}: what answers there does not speak as an SGLang server without --api-key: {error}"
+            f"{FLAG} {address}: the server asks for another key (HTTP 401): give that of its --api-key as"
+            " --sglang-api-key"
         ) from error
+    except (EngineError, KeyError, TypeError) as error:
+        raise EngineError(_no_sglang(address, error)) from error
     wrong = [*_of_server(server, paths), *_of_model(model, Path(hf_checkpoint))]
     if not weights_come and not wrong:
         wrong = [*_of_what_it_holds(url, model)]
     if wrong:
         raise EngineError("\n".join(f"{FLAG} {address}: {sentence}" for sentence in wrong))
-    return ExternalServer(url, server["tp_size"], _identity(server))
+    return ExternalServer(url, server["tp_size"], _identity(server), key)
 
 
 def check_somebody_listens(addresses: Sequence[str]) -> None:
@@ -93,6 +135,10 @@ def _silence(address: str) -> str | None:
     except OSError as error:
         return _no_server(address, error)
     return None
+
+
+def _no_sglang(address: str, error: Exception) -> str:
+    return f"{FLAG} {address}: what answers there does not speak as an SGLang server: {error}"
 
 
 def _no_server(address: str, error: Exception) -> str:

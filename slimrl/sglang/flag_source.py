@@ -1,9 +1,9 @@
 """Reads SGLang's flags from the source of the installed package, without importing it (importing takes seconds).
 
 SGLang declares a flag as `name: A[type, Arg(help=..., choices=...)] = default` in the classes under
-`srt/arg_groups/fields/`, and a few by hand in `ServerArgs.add_cli_args`. This file follows the rules of
-`sglang.srt.arg_groups.arg_utils.add_cli_args_from_dataclass`; a slow test holds it against the real parser, flag by
-flag. Choices that only exist at run time are left open: the server itself refuses a wrong value.
+`srt/arg_groups/fields/` (0.5.17: in `ServerArgs` itself), and a few by hand in `ServerArgs.add_cli_args`. This file
+follows the rules of `sglang.srt.arg_groups.arg_utils.add_cli_args_from_dataclass`; a slow test holds it against the
+real parser, flag by flag. Choices that only exist at run time are left open: the server itself refuses a wrong value.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
+
+# sglang's own actions for retired switches; 0.5.20 has none of them
+RETIRED_SWITCHES = ("DeprecatedAction", "DeprecatedStoreConstAction")
 
 
 class UnreadableFlagsError(RuntimeError):
@@ -45,10 +48,11 @@ def read_server_flags() -> list[DeclaredFlag]:
         raise ModuleNotFoundError("the package sglang is not installed: --sglang-* flags are taken from it")
     root = Path(package.submodule_search_locations[0])
     modules = _Modules(root)
+    server_args = root / "srt" / "server_args.py"
     flags: list[DeclaredFlag] = []
-    for path in sorted((root / "srt" / "arg_groups" / "fields").glob("*.py")):
+    for path in (*sorted((root / "srt" / "arg_groups" / "fields").glob("*.py")), server_args):
         flags += _annotated_flags(modules.load(path), modules)
-    flags += _manual_flags(modules.load(root / "srt" / "server_args.py"), modules)
+    flags += _manual_flags(modules.load(server_args), modules)
     if not any(flag.dest == "model_path" for flag in flags) or len(flags) < 100:
         raise UnreadableFlagsError(
             f"the sglang in {root} declares its flags in a way slimrl cannot read ({len(flags)} found):"
@@ -196,7 +200,10 @@ def _with_value(
 
 
 def _manual_flags(module: _Module, modules: _Modules) -> list[DeclaredFlag]:
-    """The `parser.add_argument("--x", ...)` calls of `ServerArgs.add_cli_args`."""
+    """The `parser.add_argument("--x", ...)` calls of `ServerArgs.add_cli_args`, but for retired switches.
+
+    Those are left out that do nothing, and those that write a constant into another flag, which says it better.
+    """
     flags = []
     for node in ast.walk(module.classes["ServerArgs"]):
         if not (isinstance(node, ast.Call) and _name(node.func) == "add_argument"):
@@ -205,6 +212,8 @@ def _manual_flags(module: _Module, modules: _Modules) -> list[DeclaredFlag]:
         arg = {k.arg: k.value for k in node.keywords}
         action = modules.literal(arg.get("action"), module) or _name(arg.get("action")) or "store"
         choices = modules.literal(arg.get("choices"), module)
+        if action in RETIRED_SWITCHES and "nargs" not in arg:
+            continue
         flags.append(
             DeclaredFlag(
                 modules.literal(arg.get("dest"), module) or names[0].replace("-", "_"),

@@ -24,7 +24,6 @@ RESERVED: dict[str, str] = {
     "enable_memory_saver": "--offload-rollout",
     "skip_server_warmup": "always on: the first rollout warms the server",
     "weight_version": "it counts the weight updates",
-    "host": "the address of the node the server is placed on",
     "port": "slimrl picks a free port",
     "nccl_port": "slimrl picks a free port",
     "dist_init_addr": "slimrl picks a free port",
@@ -34,10 +33,12 @@ RESERVED: dict[str, str] = {
     "gpu_id_step": "the placement decides it",
     "config": "give the flags themselves, each as --sglang-<flag>",
     "use_ray": "slimrl starts the server itself",
+    "admin_api_key": "the key of --sglang-api-key, or one that the run makes, opens every endpoint",
+    "tokenizer_worker_num": "one: SGLang asks for no key where there are several",
+    "grpc_port": "none: SGLang asks for no key there",
 }
 
 RESERVED_ROUTER: dict[str, str] = {
-    "host": "--sglang-router-ip",
     "port": "--sglang-router-port",
     "request_timeout_secs": "--sglang-router-request-timeout-secs",
     "worker_urls": "slimrl registers the servers it starts",
@@ -46,6 +47,8 @@ RESERVED_ROUTER: dict[str, str] = {
     "pd_disaggregation": "slimrl registers the servers it starts",
     "mini_lb": "the real router is always used",
     "service_discovery": "slimrl registers the servers it starts",
+    "api_key": "--sglang-api-key, or a key that the run makes",
+    "control_plane_api_keys": "--sglang-api-key, or a key that the run makes",
 }
 
 # spellings that recipes still use, for flags that newer servers split in two; the decode half is what they meant

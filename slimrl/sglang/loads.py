@@ -24,13 +24,13 @@ class ServerLoad:
     prefilled: bool | None = None
 
 
-def load_of(server_url: str, timeout_s: float) -> ServerLoad:
+def load_of(server_url: str, timeout_s: float, key: str | None = None) -> ServerLoad:
     """Asks the server, for at most `timeout_s`; over its data-parallel copies the sums and the oldest sign.
 
     An answer that is none (a load without numbers, the page of a proxy) counts as no answer.
     """
     try:
-        return _read(server_url, call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s))
+        return _read(server_url, call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s, key=key))
     except (EngineError, KeyError, TypeError, ValueError):
         return ServerLoad(server_url)
 

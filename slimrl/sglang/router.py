@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.processes import ManagedProcess
+from slimrl.processes import ManagedProcess, importable
+from slimrl.sglang import access
 from slimrl.sglang.calls import answers
 from slimrl.sglang.flags import RESERVED_ROUTER, render_options, router_flags
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
@@ -22,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     # by default up to 64 more requests than on the idlest server follow a shared prefix
     "balance_abs_threshold": 10,
     "balance_rel_threshold": 1.2,
+    "prometheus_host": "127.0.0.1",  # its metrics have no key, and the router's own default is all addresses
 }
 
 
@@ -31,6 +33,8 @@ NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 
 class RouterProcess(RouterControl):
     """One router. `options` holds what the user typed after `--router-`, by the router's own names.
+
+    It is called at `host`, where it listens unless `options` have a "host"; who shows no `key` is refused.
 
     `port` None: a free one is chosen when the process starts. `request_timeout_s` bounds one generation.
     """
@@ -42,11 +46,14 @@ class RouterProcess(RouterControl):
         host: str = "127.0.0.1",
         port: int | None = None,
         options: Mapping[str, Any] | None = None,
+        key: str | None = None,
     ) -> None:
         self.host = host
+        self.key = key
         self.log_path = Path(log_path)
         self._wanted_port = port
         self._options = dict(options or {})
+        self._listens_on = self._options.pop("host", host)
         self._claims: list[PortClaim] = []
         self._process: ManagedProcess | None = None
 
@@ -67,10 +74,10 @@ class RouterProcess(RouterControl):
 
     def _launch(self) -> None:
         self._process = ManagedProcess(
-            router_command(self.host, self.port, self._claims[1].first, self._options),
+            router_command(self._listens_on, self.port, self._claims[1].first, self._options),
             name=f"SGLang router {self.url}",
             log_path=self.log_path,
-            environment=NO_PROXY,
+            environment=importable() | NO_PROXY | access.for_child(self.key),
         )
         self._process.start()
 
@@ -130,4 +137,4 @@ def router_command(host: str, port: int, metrics_port: int, options: Mapping[str
     if clash:
         raise ValueError(f"--router-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED_ROUTER[clash[0]]})")
     chosen = {**DEFAULTS, "prometheus_port": metrics_port, **options, **managed}
-    return [sys.executable, "-m", "sglang_router.launch_router", *render_options(chosen, router_flags())]
+    return [sys.executable, "-m", "slimrl.sglang.entry", "router", *render_options(chosen, router_flags())]

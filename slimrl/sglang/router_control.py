@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slimrl.processes import POLL_INTERVAL_S
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
+from slimrl.sglang.shapes import shaped
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +25,24 @@ CALL_TIMEOUT_S = 10.0
 REMOVE_TIMEOUT_S = 30.0
 
 
+class _Worker(msgspec.Struct):
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class _Workers(msgspec.Struct):
+    workers: list[_Worker]
+
+
 class RouterControl:
-    """What is asked of any router; a subclass says where it is."""
+    """What is asked of any router; a subclass says where it is.
+
+    `key` is shown to the router, and given to it for its calls to the servers.
+    """
 
     host: str
+    key: str | None = None
 
     @property
     def port(self) -> int:
@@ -43,7 +60,7 @@ class RouterControl:
         A server that was there before under the same URL is removed first: its circuit breaker may still be open.
         """
         self.remove_worker(url)
-        self._call("POST", "/workers", {"url": url})
+        self._call("POST", "/workers", {"url": url} if self.key is None else {"url": url, "api_key": str(self.key)})
 
     def remove_worker(self, url: str) -> None:
         """Unregisters a server and returns when it is gone; its requests in flight end normally."""
@@ -59,7 +76,9 @@ class RouterControl:
 
     def workers(self) -> list[dict[str, Any]]:
         """What the router knows of each server: "id", "url", "is_healthy", "load", ..."""
-        return self._call("GET", "/workers")["workers"]
+        answer = self._call("GET", "/workers")
+        shaped(answer, _Workers, f"{self.url}/workers")
+        return answer["workers"]
 
     def is_ready(self, n_workers: int) -> bool:
         """Whether `n_workers` servers are in use."""
@@ -70,7 +89,7 @@ class RouterControl:
         return healthy >= n_workers and (n_workers == 0 or answers(f"{self.url}/readiness"))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return call(method, self.url + path, body, timeout_s=CALL_TIMEOUT_S)
+        return call(method, self.url + path, body, timeout_s=CALL_TIMEOUT_S, key=self.key)
 
 
 class RunningRouter(RouterControl):
@@ -82,8 +101,8 @@ class RunningRouter(RouterControl):
     pid = None
     log_path: Path | None = None
 
-    def __init__(self, host: str, port: int, added: Iterable[str] = ()) -> None:
-        self.host, self._port = host, port
+    def __init__(self, host: str, port: int, added: Iterable[str] = (), key: str | None = None) -> None:
+        self.host, self._port, self.key = host, port, key
         self.added = set(added)
 
     @property

@@ -1,23 +1,26 @@
 """One SGLang server as a child process: its command line, its ports, its environment.
 
-On a machine with CUDA this is `python -m sglang.launch_server`, on any other `python -m slimrl.sglang.cpu`, which runs
-the same server. A server over several nodes has one such process on each of them (`NodePart`); the first answers
-requests. Called by the engine actors and by tests.
+On a machine with CUDA this is `python -m slimrl.sglang.entry server`, which runs `sglang.launch_server`, on any other
+`python -m slimrl.sglang.cpu`, which runs the same. A server over several nodes has one such process on each of them
+(`NodePart`); the first answers requests. Called by the engine actors and by tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slimrl.processes import ManagedProcess, importable
+from slimrl.processes.private_folder import kernel_cache
+from slimrl.sglang import access
 from slimrl.sglang.calls import answers, call
 from slimrl.sglang.flags import RESERVED, render_options, server_flags
+from slimrl.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
 from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 
 # the rendezvous port, and behind it what data-parallel attention uses: 6 sockets, one per data-parallel rank, and the
@@ -25,7 +28,9 @@ from slimrl.sglang.ports import PortClaim, claim_port, claim_ports
 NEIGHBOUR_PORTS = 14
 GRACEFUL_STOP_S = 20.0
 FREEZE_TIMEOUT_S = 60.0
-SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_")
+SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_", "psm_")  # the last is Python's own
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +53,9 @@ class ServerProcess:
     """One server of `tensor_parallel_size` times `--sglang-pp-size` slots, or the part of it on this machine.
 
     `options` holds what the user typed after `--sglang-`, by the engine's own names; they win over slimrl's defaults.
-    `port` None: a free one is chosen when the process starts. `memory_saver` makes release_memory possible (GPU).
-    `cpu` None: this process finds out whether the machine has GPUs, by importing torch, which takes seconds.
+    It is called at `host`, where it listens unless `options` have a "host"; who shows no `key` is refused. `port` None:
+    a free one is chosen when the process starts. `launch` says what the machine and the run decide; None:
+    a server of its own, on the GPUs that torch sees (importing it takes seconds).
     """
 
     def __init__(
@@ -63,24 +69,25 @@ class ServerProcess:
         options: Mapping[str, Any] | None = None,
         base_gpu_id: int = 0,
         random_seed: int = 0,
-        memory_saver: bool = False,
         part: NodePart = NodePart(),
-        cpu: bool | None = None,
+        launch: ServerLaunch | None = None,
+        key: str | None = None,
     ) -> None:
         self.host = host
-        self._cpu = _has_no_gpu() if cpu is None else cpu
+        self.key = key
+        self._launch = ServerLaunch(cuda=_has_gpu()) if launch is None else launch
         self.log_path = Path(log_path)
         self.part = part
         self._wanted_port = port
-        self._options = dict(options or {})
+        self._options = {name: value for name, value in (options or {}).items() if name not in ("host", access.OPTION)}
         self._managed: dict[str, Any] = {
             "model_path": str(model_path),
             "tp_size": tensor_parallel_size,
-            "host": host,
+            "host": (options or {}).get("host", host),
             "base_gpu_id": base_gpu_id,
             "random_seed": random_seed,
             "skip_server_warmup": True,
-            "enable_memory_saver": memory_saver,
+            "enable_memory_saver": self._launch.memory_saver,
         }
         self._claims: list[PortClaim] = []
         self._process: ManagedProcess | None = None
@@ -125,11 +132,17 @@ class ServerProcess:
         meeting = rendezvous(self._options, self.host, self._claims[1].first, self.part)
         managed = self._managed | {"port": self.port} | meeting
         ranks = managed["tp_size"] * self._options.get("pp_size", 1)
+        launch = self._launch
+        if launch.cuda and launch.memory_saver and (changed := without_expandable_segments(os.environ)):
+            logger.warning("%s: expandable_segments is left out, the memory saver refuses it", ", ".join(changed))
         self._process = ManagedProcess(
-            server_command(managed, self._options, cpu=self._cpu),
+            server_command(managed, self._options, launch),
             name=f"SGLang server {self.url}" + (f" (node {self.part.rank})" if self.part.count > 1 else ""),
             log_path=self.log_path,
-            environment=server_environment(ranks, managed["base_gpu_id"], cpu=self._cpu),
+            environment=importable()
+            | kernel_cache(os.environ)
+            | access.for_child(self.key)
+            | server_environment(launch, self._options, os.environ, ranks=ranks, base_gpu_id=managed["base_gpu_id"]),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
         self._process.start()
@@ -142,7 +155,7 @@ class ServerProcess:
         self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
         # What exists now lives as long as the server. Otherwise every flush of the cache, two per weight update,
         # walks through all of it: 0.3 s on the CPU, where a flush collects garbage.
-        call("POST", f"{self.url}/freeze_gc", timeout_s=FREEZE_TIMEOUT_S)
+        call("POST", f"{self.url}/freeze_gc", timeout_s=FREEZE_TIMEOUT_S, key=self.key)
 
     def poll(self) -> int | None:
         """None while the server runs (or was not started), then its exit code."""
@@ -159,7 +172,7 @@ class ServerProcess:
         seconds and releases nothing that killing it would not.
         """
         if self._process is not None:
-            self._process.stop((0.0 if self._cpu else GRACEFUL_STOP_S) if timeout_s is None else timeout_s)
+            self._process.stop((GRACEFUL_STOP_S if self._launch.cuda else 0.0) if timeout_s is None else timeout_s)
         self._release_ports()
 
     def _release_ports(self) -> None:
@@ -173,13 +186,15 @@ class ServerProcess:
         return self._process
 
 
-def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], *, cpu: bool) -> list[str]:
+def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launch: ServerLaunch) -> list[str]:
     """The command line. `managed` is slimrl's part, `options` the user's; raises ValueError where both set one name."""
     clash = sorted(options.keys() & RESERVED.keys())
     if clash:
         raise ValueError(f"--sglang-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED[clash[0]]})")
-    entry = "slimrl.sglang.cpu" if cpu else "sglang.launch_server"
-    return [sys.executable, "-m", entry, *render_options({**options, **managed}, server_flags())]
+    entry = ("slimrl.sglang.entry", "server") if launch.cuda else ("slimrl.sglang.cpu",)
+    flags = server_flags()
+    defaults = default_options(launch, options, {flag.dest for flag in flags.values()})
+    return [sys.executable, "-m", *entry, *render_options({**defaults, **options, **managed}, flags)]
 
 
 def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: NodePart = NodePart()) -> dict[str, Any]:
@@ -192,27 +207,7 @@ def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: Nod
     return settings
 
 
-def server_environment(ranks: int, base_gpu_id: int, *, cpu: bool) -> dict[str, str]:
-    """Environment variables of the server, on top of this process's own; `ranks` are those of all its nodes."""
-    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-    environment = {
-        **importable(),
-        # /health answers at once instead of generating a token: the router asks every second, and a server that is
-        # paused for a weight update is healthy
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # the temporary folder is the server's own and goes with it; compiled kernels are worth keeping
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
-    }
-    if cpu:
-        environment["OMP_NUM_THREADS"] = "1"
-        if ranks > 1:  # left to itself SGLang wants a NUMA node for each rank, counting those of other machines
-            cores = sorted(os.sched_getaffinity(0))
-            picked = [cores[(base_gpu_id + rank) % len(cores)] for rank in range(ranks)]
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, picked))
-    return environment
-
-
-def _has_no_gpu() -> bool:
+def _has_gpu() -> bool:
     from slimrl.platform import is_cpu
 
-    return is_cpu()
+    return not is_cpu()

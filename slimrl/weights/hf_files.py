@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slimrl.arguments.hf_files import check_inside
 from slimrl.weights.fp8_blocks import SCALE_SUFFIX, block_size, dequantised
 from slimrl.weights.hf_shards import DTYPES, INDEX_NAME, SINGLE_NAME
 
@@ -143,11 +144,12 @@ def _opened(path: Path) -> Any:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError for an index that is cut off or something else."""
+    """The file of each tensor. Raises ValueError for an index that is cut off, something else, or leaves its folder."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged ({error}): copy or download it again") from error
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map: copy or download it again")
+    check_inside(index, weight_map)
     return weight_map

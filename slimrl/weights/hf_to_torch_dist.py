@@ -8,13 +8,14 @@ several processes may share the work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from slimrl.megatron.checkpoint_folder import RELEASE, TRACKER_NAME
 from slimrl.weights.families import Family, Row
+from slimrl.weights.file_checksums import CHECKSUMS_NAME, Checksums, checksums_text
 from slimrl.weights.hf_files import HfCheckpoint
 from slimrl.weights.layout import to_shard
 from slimrl.weights.load import check_checkpoint
@@ -64,7 +65,7 @@ def hf_to_torch_dist(
             on_written = on_start(blueprint.nbytes)
             with team.joined():
                 team.together(lambda: check_space(folder.folder, blueprint.nbytes if team.leads else 0))
-                write_torch_dist(
+                checksums = write_torch_dist(
                     release,
                     blueprint,
                     source.read,
@@ -73,7 +74,7 @@ def hf_to_torch_dist(
                     max_file_bytes=max_file_bytes,
                     on_written=on_written,
                 )
-                team.together(lambda: _commit(folder) if team.leads else None)
+                team.together(lambda: _commit(folder, checksums) if team.leads else None)
         except BaseException:
             if team.leads:
                 folder.discard()
@@ -81,8 +82,10 @@ def hf_to_torch_dist(
     return Path(save_dir) / RELEASE
 
 
-def _commit(folder: NewFolder) -> None:
-    """The tracker file comes last, then the whole folder under its name."""
+def _commit(folder: NewFolder, checksums: Mapping[str, Checksums]) -> None:
+    """The checksums, the tracker file, then the whole folder under its name."""
+    release = folder.partial / RELEASE
+    (release / CHECKSUMS_NAME).write_text(checksums_text(release, checksums), encoding="utf-8")
     (folder.partial / TRACKER_NAME).write_text(RELEASE, encoding="utf-8")
     folder.commit()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 
-from slimrl.arguments.plan.hf_files import INDEX, read_tensor_names
+from slimrl.arguments.hf_files import INDEX, read_tensor_names
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 BIAS = "score.bias"

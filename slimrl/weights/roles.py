@@ -16,6 +16,7 @@ class EngineEndpoint:
 
     `nodes` has the node of each slot, by any name; left out, all engines are on one machine. `tensor_parallel_size`
     left out is the number of slots. `life` counts how often another server took this place, maybe at the same URL.
+    `key` is what it asks for in every call.
     """
 
     url: str
@@ -23,6 +24,7 @@ class EngineEndpoint:
     nodes: Sequence[str] | None = None
     tensor_parallel_size: int | None = None
     life: int = 0
+    key: str | None = dataclasses.field(default=None, repr=False)
 
     @property
     def node_of(self) -> dict[int, str]:

@@ -394,7 +394,7 @@ def _connect(
     engines: Sequence[EngineEndpoint], timeout_s: float, timeline: Timeline | None
 ) -> tuple[list[ServerControl], list[int]]:
     """A control for each engine, and its tensor-parallel size."""
-    controls: list[ServerControl] = [SglangServerControl(e.url, timeout_s) for e in engines]
+    controls: list[ServerControl] = [SglangServerControl(e.url, timeout_s, e.key) for e in engines]
     if timeline is not None:
         controls = [traced(control, timeline) for control in controls]
     return controls, [e.tensor_parallel for e in engines]

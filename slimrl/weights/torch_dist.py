@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import os
-import pickle
 import re
 import threading
 from collections import defaultdict
@@ -20,17 +19,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from slimrl.weights.file_checksums import CheckedFolder, read_at
+from slimrl.weights.safe_pickle import METADATA_NAME, read_metadata
+
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-_METADATA_NAME = ".metadata"
 _MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(\d+)\.(.*)")
 # an expert of its own in a list of experts, or a numbered weight of grouped experts
@@ -76,7 +75,7 @@ def resolve_checkpoint(folder: Path) -> Path:
     """
     folder = Path(folder)
     tracker = folder / TRACKER_NAME
-    if (folder / _METADATA_NAME).is_file() or not tracker.is_file():
+    if (folder / METADATA_NAME).is_file() or not tracker.is_file():
         return folder
     named = tracker.read_text(encoding="utf-8", errors="replace").strip()
     found = folder / (f"iter_{int(named):07d}" if named.isdigit() else named)
@@ -92,16 +91,17 @@ class TorchDistCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Raises FileNotFoundError for a folder that is no checkpoint, naming the ones inside it.
 
-        Raises ValueError for damaged metadata.
+        Raises ValueError for damaged metadata, and RefusedPickleError for metadata that would run something.
         """
         self.folder = Path(folder)
-        if not (self.folder / _METADATA_NAME).is_file():
-            inside = sorted(path.parent.name for path in self.folder.glob(f"*/{_METADATA_NAME}"))
+        if not (self.folder / METADATA_NAME).is_file():
+            inside = sorted(path.parent.name for path in self.folder.glob(f"*/{METADATA_NAME}"))
             mend = f"give {self.folder / inside[-1]}" if inside else "give the iter_... or release folder of one"
-            raise FileNotFoundError(
-                f"{self.folder} is not a torch_dist checkpoint (it has no {_METADATA_NAME}): {mend}"
-            )
-        metadata = _metadata(self.folder)
+            raise FileNotFoundError(f"{self.folder} is not a torch_dist checkpoint (it has no {METADATA_NAME}): {mend}")
+        self._checked = CheckedFolder.open(self.folder)
+        if self._checked is not None:
+            self._checked.check([METADATA_NAME])
+        metadata = read_metadata(self.folder)
         self._storage = metadata.storage_data
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: entry
@@ -111,6 +111,11 @@ class TorchDistCheckpoint:
         self._blocks: dict[tuple[str, torch.Size], _Block] = {}
         self._chunks_by_place: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def checked(self) -> CheckedFolder | None:
+        """Its files with their checksums, which every reading compares; None where the checkpoint has none."""
+        return self._checked
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -188,16 +193,17 @@ class TorchDistCheckpoint:
     def _fill(self, block: _Block, position: int, target: Tensor) -> None:
         """Reads `target`'s bytes, from element `position` of the block on."""
         view = memoryview(target.view(-1).view(torch.uint8).numpy())
-        begin, done = block.begin + position * target.dtype.itemsize, 0
+        begin = block.begin + position * target.dtype.itemsize
         descriptor = os.open(block.path, os.O_RDONLY)
         try:
-            while done < len(view):  # one call reads 2 GiB at most
-                count = os.preadv(descriptor, [view[done:]], begin + done)
-                if count == 0:
-                    raise ValueError(f"{block.path} ends early: the checkpoint is damaged")
-                done += count
+            if self._checked is None:
+                count = read_at(descriptor, begin, view)
+            else:
+                count = self._checked.read_into(descriptor, block.path.name, begin, view)
         finally:
             os.close(descriptor)
+        if count < len(view):
+            raise ValueError(f"{block.path} ends early: the checkpoint is damaged")
 
     def _locate(self, key: str, chunk: ChunkStorageMetadata) -> _Block:
         """Where the values of a stored block begin: it is a small archive that torch.save made."""
@@ -232,13 +238,6 @@ class TorchDistCheckpoint:
         with self._lock:
             self._blocks[key, chunk.offsets] = block
         return block
-
-
-def _metadata(folder: Path) -> Metadata:
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{folder / _METADATA_NAME} is damaged ({error}): copy the checkpoint again") from error
 
 
 def _contiguous_begin(part: list[slice], sizes: torch.Size) -> int | None:

@@ -7,6 +7,7 @@ hands in a `Blueprint` (what megatron-core would store) and a function that read
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,6 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
+from slimrl.weights.checksummed_files import ChecksummingWriter, behind_torch
+from slimrl.weights.file_checksums import BlockHasher, Checksums
 from slimrl.weights.hf_shards import WRITE_BYTES
 
 MAX_FILE_BYTES = 5 * 1024**3
@@ -105,8 +108,10 @@ def write_torch_dist(
     world_size: int = 1,
     max_file_bytes: int = MAX_FILE_BYTES,
     on_written: Callable[[int], object] = lambda nbytes: None,
-) -> None:
+) -> dict[str, Checksums]:
     """Writes this process' share of `blueprint` into the existing `folder`; process 0 adds the metadata.
+
+    Returns the checksums of all processes' files by name in process 0, in the others nothing.
 
     `read` gives the values of one weight (or of its `rows`) in the stored dtype; several threads call it. With
     `world_size` > 1 torch.distributed must be open, and every process must hand in the same blueprint. Files are
@@ -121,6 +126,7 @@ def write_torch_dist(
             torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=world_size == 1)
         except CheckpointException as problem:
             raise _first_cause(problem, rank) from problem
+    return writer.checksums
 
 
 def _first_cause(problem: CheckpointException, rank: int) -> BaseException:
@@ -201,7 +207,7 @@ def _item(piece: Piece) -> WriteItem:
     )
 
 
-class _StreamWriter(FileSystemWriter):
+class _StreamWriter(ChecksummingWriter):
     """torch's file writer with its writing replaced: torch's own keeps a whole file's tensors until it is closed."""
 
     def __init__(
@@ -226,15 +232,13 @@ class _StreamWriter(FileSystemWriter):
                 self._stopped.set()
         for thread in threads:
             results += thread.result()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return self.with_checksums(results, names.checksums)
 
     def _write_objects(self, items: list[WriteItem], names: _FileNames) -> list[WriteResult]:
         if not items:
             return []
         results = []
-        with _NewFile(path := names.next()) as stream:
+        with names.new_file() as (path, stream):
             for item in items:
                 begin = stream.tell()
                 stream.write(self._planner.resolve_data(item).getbuffer())
@@ -250,7 +254,7 @@ class _StreamWriter(FileSystemWriter):
     def _write_until_empty(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
         results: list[WriteResult] = []
         while (weight := queue.next()) is not None:
-            with _NewFile(path := names.next()) as stream:
+            with names.new_file() as (path, stream):
                 while weight is not None and not self._stopped.is_set():
                     for item, block in self._planner.blocks(weight):
                         begin = stream.tell()
@@ -278,18 +282,23 @@ class _Queue:
 
 
 class _FileNames:
-    """Hands out file paths `<prefix><n>.distcp` to threads, each once."""
+    """Makes the files `<prefix><n>.distcp` for threads, each once; `checksums` has those of the finished ones."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder, self._prefix = Path(folder), prefix
+        self.checksums: dict[str, Checksums] = {}
         self._count = 0
         self._lock = threading.Lock()
 
-    def next(self) -> Path:
-        """A new path."""
+    @contextlib.contextmanager
+    def new_file(self) -> Iterator[tuple[Path, _NewFile]]:
+        """A new path, and the file there to write to."""
         with self._lock:
             self._count += 1
-            return self._folder / f"{self._prefix}{self._count - 1}.distcp"
+            path = self._folder / f"{self._prefix}{self._count - 1}.distcp"
+        with _NewFile(path) as stream, behind_torch(stream.failures):
+            yield path, stream
+        self.checksums[path.name] = stream.hasher.finish()
 
 
 class _NewFile:
@@ -298,6 +307,9 @@ class _NewFile:
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._position = 0
+        self.hasher = BlockHasher()
+        self.failures: list[OSError] = []
+        self._path = path
 
     def __enter__(self) -> _NewFile:
         return self
@@ -309,8 +321,14 @@ class _NewFile:
         """Appends `data`; torch.save calls it."""
         view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):
-            done += os.write(self._descriptor, view[done : done + WRITE_BYTES])
+        try:
+            while done < len(view):
+                count = os.write(self._descriptor, view[done : done + WRITE_BYTES])
+                self.hasher.update(view[done : done + count])
+                done += count
+        except OSError as error:
+            self.failures.append(OSError(error.errno, error.strerror, str(self._path)))
+            raise self.failures[-1] from error
         self._position += done
         return done
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
 
 from slimrl.weights.buckets import Bucket, ReusedBuffer, TwoInTurn
+from slimrl.weights.listening_store import listening_store
 from slimrl.weights.servers import ServerControl, WeightSyncError, on_all, results
 
 LOAD_FORMAT = "flattened_bucket"
@@ -31,9 +32,9 @@ WHAT = "updating weights from a broadcast"
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A bucket under way: our broadcast, and each server's answer."""
+    """A bucket under way: our broadcast, once it has begun, and each server's answer."""
 
-    work: dist.Work
+    work: Future[dist.Work]
     answers: list[Future[None]]
 
 
@@ -52,7 +53,11 @@ class DistributedTransport:
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
         self._flight: _Flight | None = None
-        self._pool = ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="weight-broadcast")
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        """Room for every server's answer, our broadcast, and leaving the group."""
+        return ThreadPoolExecutor(max_workers=len(self._servers) + 2, thread_name_prefix="weight-broadcast")
 
     def start(self, bucket: Bucket) -> None:
         """Begins the broadcast. Raises WeightSyncError naming a server that does not join the group."""
@@ -61,9 +66,9 @@ class DistributedTransport:
             self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
             self._group = self._connect()
         answers = [self._pool.submit(self._receive, server, bucket) for server in self._servers]
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._flight = _Flight(self._group.broadcast([bucket.flat], options), answers)
+        # In a thread: the first one makes NCCL's communicator, and that waits, without a limit, for every server. One
+        # that refuses the bucket never comes.
+        self._flight = _Flight(self._pool.submit(self._broadcast, self._group, bucket.flat), answers)
 
     def finish(self) -> None:
         """Returns once every server has loaded the bucket started last.
@@ -89,14 +94,21 @@ class DistributedTransport:
         if failed and self._backend == "nccl":
             # ends our pending broadcast, which would else hold the device, and this process, for ever
             _abort_process_group(group)
-        # servers first: their leaving ends what is pending here on gloo, which has no abort of its own
+            # one that has not begun, because the communicator is still being made, keeps its thread
+            self._pool.shutdown(wait=False)
+            self._pool = self._new_pool()
+        leaving = self._pool.submit(
+            on_all,
+            self._servers,
+            lambda server: server.destroy_weights_update_group(self._group_name, timeout_s=LEAVE_TIMEOUT_S),
+            "leaving the weight update group",
+        )
+        if self._backend == "nccl" and not failed:
+            dist.destroy_process_group(group)  # beside the servers: each end of a communicator waits for the others
         with contextlib.suppress(WeightSyncError):
-            on_all(
-                self._servers,
-                lambda server: server.destroy_weights_update_group(self._group_name, timeout_s=LEAVE_TIMEOUT_S),
-                "leaving the weight update group",
-            )
-        if not (failed and self._backend == "nccl"):
+            leaving.result()
+        if self._backend != "nccl":
+            # after the servers: their leaving ends what is pending here on gloo, which has no abort of its own
             dist.destroy_process_group(group)
 
     def close(self) -> None:
@@ -106,6 +118,15 @@ class DistributedTransport:
 
     def leave(self) -> None:
         """Nothing: the group with the servers was left by `close`."""
+
+    @staticmethod
+    def _broadcast(group: dist.ProcessGroup, flat: torch.Tensor) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if flat.device.type != "cuda":
+            return group.broadcast([flat], options)
+        with torch.cuda.device(flat.device):  # threads have current devices of their own
+            return group.broadcast([flat], options)
 
     def _receive(self, server: ServerControl, bucket: Bucket) -> None:
         server.update_weights_from_distributed(
@@ -121,7 +142,7 @@ class DistributedTransport:
     def _wait(self, flight: _Flight) -> None:
         """Waits for the broadcast, unless a server fails meanwhile: it would never arrive."""
         deadline = time.monotonic() + self._timeout_s
-        while not flight.work.is_completed():
+        while not _completed(flight.work):
             if any(answer.done() and answer.exception() is not None for answer in flight.answers):
                 self._raise_failed(flight)
             if time.monotonic() > deadline:
@@ -133,7 +154,7 @@ class DistributedTransport:
                 )
             time.sleep(POLL_INTERVAL_S)
         try:
-            flight.work.wait()
+            flight.work.result().wait()
         except RuntimeError as error:  # the connection to a server broke, and the error does not say to which
             self._raise_failed(flight)
             raise WeightSyncError(f"{WHAT} failed here: {error}") from error
@@ -149,9 +170,7 @@ class DistributedTransport:
         world_size = 1 + sum(self._engine_sizes)
         address = own_address([server.url for server in self._servers])
         timeout = datetime.timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore(
-            address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=False
-        )
+        store = listening_store(address, timeout, world_size=world_size)
         offsets = {server.url: 1 + sum(self._engine_sizes[:index]) for index, server in enumerate(self._servers)}
         joining = self._pool.submit(
             on_all,
@@ -173,6 +192,11 @@ class DistributedTransport:
             raise WeightSyncError(f"joining the weight update group failed here: {error}") from error
         joining.result()
         return group
+
+
+def _completed(work: Future[dist.Work]) -> bool:
+    """Whether a broadcast has ended, or failed to begin."""
+    return work.done() and (work.exception() is not None or work.result().is_completed())
 
 
 def join_group(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.log_probs import vocab_parallel_log_probs
+from slimrl.algorithms.log_probs import _chunks, vocab_parallel_log_probs
 from tests.algorithms.live_bytes import LiveBytes
 
 TOKENS, VOCAB, PADDED = 23, 50, 64
@@ -199,3 +199,19 @@ def test_arguments_that_make_no_sense_are_refused(change, message):
     arguments = {"targets": torch.zeros(2, dtype=torch.int64), "vocab_size": 8, "group": None, **change}
     with pytest.raises(ValueError, match=message):
         vocab_parallel_log_probs(torch.zeros(2, 8), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "lengths"),
+    [
+        # two float32 buffers of 1/64 or 1/32 of the rows take 1/16 of the bytes of bfloat16 or float32 logits
+        (torch.bfloat16, -1, [14] * 64 + [4]),
+        (torch.float32, -1, [28] * 32 + [4]),
+        (torch.float32, 400, [400, 400, 100]),
+        (torch.float32, 1, [1] * 900),
+    ],
+)
+def test_a_piece_takes_a_sixteenth_of_the_logits_or_as_many_rows_as_are_named(dtype, size, lengths):
+    pieces = list(_chunks(torch.empty(900, 3, dtype=dtype), size))
+    assert [piece.stop - piece.start for piece in pieces] == lengths
+    assert [piece.start for piece in pieces] == [sum(lengths[:place]) for place in range(len(lengths))]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimrl.algorithms import output_log_probs as module
 from slimrl.algorithms.output_log_probs import output_log_probs, piece_columns
 from tests.algorithms.live_bytes import LiveBytes
 from tests.algorithms.test_log_probs import on_ranks
@@ -167,3 +168,12 @@ def test_arguments_that_make_no_sense_are_refused(change: dict, message: str):
     arguments = {"weight": weight, "targets": targets, "vocab_size": VOCAB, "group": None, **change}
     with pytest.raises(ValueError, match=message):
         output_log_probs(hidden, **arguments)
+
+
+def test_the_size_of_a_piece_is_counted_in_tokens(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "piece_columns", lambda *sizes: asked.append(sizes) or piece_columns(*sizes))
+    hidden, weight = torch.randn(5, 3), torch.randn(128, 3)
+    targets = torch.zeros(5, dtype=torch.int64)
+    output_log_probs(hidden, weight, targets, vocab_size=128, group=None, chunk_size=2)
+    assert asked == [(5, 128, 4, 2)]

@@ -44,6 +44,7 @@ def test_loss_is_the_pessimistic_one_with_each_side_clipped_at_its_own_bound(rat
     [
         (5.0, -2.0, 6.0, 1.0),  # at most 3 * 2
         (2.5, -2.0, 5.0, 0.0),  # below the bound
+        (5.0, -0.5, 1.5, 1.0),  # however small the advantage
         (5.0, 2.0, -2.56, 1.0),  # positive advantages: the ordinary clip
         (0.5, -2.0, 1.6, 1.0),
     ],

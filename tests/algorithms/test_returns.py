@@ -40,3 +40,8 @@ def test_the_reward_stands_at_the_last_trained_token():
     placed = reward_at_the_end(torch.tensor([2.0, 3.0, 5.0]), mask, torch.tensor([3, 2, 1]))
     # the second sample is masked whole: its reward goes nowhere
     assert placed.tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 5.0]
+
+
+def test_the_reward_may_stand_at_the_very_first_token():
+    placed = reward_at_the_end(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([2, 1]))
+    assert placed.tolist() == [2.0, 0.0, 3.0]

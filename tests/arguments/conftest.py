@@ -78,6 +78,7 @@ class Recipe:
 def recipe(tmp_path: Path) -> Recipe:
     """The recipe over a Hugging Face folder, a reference checkpoint and data in `tmp_path`."""
     (tmp_path / "hf").mkdir()
+    complete_model(tmp_path / "hf", tokens=151669)
     make_checkpoint(tmp_path / "ref", "release")
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("train", "aime-2024"):
@@ -85,6 +86,19 @@ def recipe(tmp_path: Path) -> Recipe:
     made = Recipe(tmp_path)
     made.write_config()
     return made
+
+
+def complete_model(folder: Path, *, tokens: int = 2) -> None:
+    """What a model's folder has beside config.json, as far as the command line looks at it."""
+    write_tokenizer(folder, tokens)
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+
+
+def write_tokenizer(folder: Path, tokens: int) -> None:
+    """A tokenizer as far as the command line looks at it; the last id is that of an added token."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    added = [{"id": tokens - 1, "content": "<|end|>", "special": True}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
 
 
 def make_checkpoint(folder: Path, *names: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.checkpoint_files import MANIFEST_NAME, damage, iteration_of, manifest, read_manifest
+from tests.arguments.plan.test_files import safetensors
 
 
 def make_checkpoint(folder: Path, *names: str, latest: str) -> None:
@@ -170,7 +171,7 @@ def test_a_run_needs_weights_to_start_from(recipe):
 
 
 def test_a_hugging_face_folder_gives_first_weights_where_its_shape_is_that_of_the_flags(recipe):
-    (recipe.dir / "hf" / "model.safetensors").touch()
+    safetensors(recipe.dir / "hf" / "model.safetensors", {"a": [2]})
     assert sentences(recipe.line("--ref-load {dir}/hf")) == []
     assert sentences(recipe.line("--load {dir}/hf --save {dir}/new")) == []
     assert sentences(recipe.line("--ref-load {dir}/hf --ref-ckpt-step 3")) == [
@@ -227,7 +228,7 @@ def test_the_manifest_tells_a_checkpoint_of_training_from_others(tmp_path):
 
 
 def test_what_is_kept_and_exported_must_fit_the_saving(recipe):
-    (recipe.dir / "hf" / "model.safetensors").touch()
+    safetensors(recipe.dir / "hf" / "model.safetensors", {"a": [2]})
     fitting = "--save-hf {{dir}}/hf_{rollout_id} --save-retain-interval 40 --save-total-limit 2 --async-save"
     line = recipe.line().copy()
     assert sentences([*line, *fitting.replace("{{dir}}", str(recipe.dir)).split()]) == []
@@ -263,7 +264,7 @@ def test_what_is_kept_and_exported_must_fit_the_saving(recipe):
     ],
 )
 def test_what_is_kept_or_exported_wrongly_is_one_sentence(recipe, more, sentence):
-    (recipe.dir / "hf" / "model.safetensors").touch()
+    safetensors(recipe.dir / "hf" / "model.safetensors", {"a": [2]})
     line = [*recipe.line(), *more.replace("DIR", str(recipe.dir)).split()]
     assert sentences(line) == [sentence.replace("DIR", str(recipe.dir))]
 

@@ -117,8 +117,31 @@ def test_every_mistake_is_reported_not_only_the_first():
     assert len(sentences("--num-layer 3 --lr fast --kl-loss-type k4 --colocate 1")) == 4
 
 
-def test_a_misspelt_flag_is_read_as_the_nearest_one_so_that_its_absence_is_no_second_problem():
-    assert parse("--rollout-batch-sise 32").values == {"rollout_batch_size": 32}
+def test_a_guess_is_no_value_but_is_noted():
+    parsed = parse("--rollout-batch-sise 32")
+    assert parsed.values == {}
+    assert parsed.as_guessed().values == {"rollout_batch_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--rollout-batchsize", "--rollout-batch-size"),
+        ("--rollout_batch_size", "--rollout-batch-size"),
+        ("--num-rollot", "--num-rollout"),
+        ("--eval-tempreature", "--eval-temperature"),
+        ("--no-offload-trian", "--no-offload-train"),
+        ("--advantage-estimater", "--advantage-estimator"),
+        ("--hf-checkpiont", "--hf-checkpoint"),
+    ],
+)
+def test_a_misspelling_is_told_what_it_misspells(typed, meant):
+    assert sentences(typed) == [f"unknown flag {typed}: did you mean {meant}?"]
+
+
+@pytest.mark.parametrize("typed", ["--reward-num-gpus", "--use-adapter", "--z-lora-rank", "--verbose"])
+def test_another_word_in_the_place_of_one_is_no_misspelling(typed):
+    assert sentences(typed) == [f"unknown flag {typed}: see docs/flags.md for all flags."]
 
 
 def test_abbreviations_are_unknown():

@@ -78,8 +78,10 @@ def test_the_namespace_travels_between_processes(recipe):
 def test_the_run_folder_is_named_after_time_and_process_or_as_asked(recipe):
     args, _ = read_args(recipe.line())
     assert re.fullmatch(r"runs/\d{8}-\d{6}-\d+", args.run_dir)
-    args, _ = read_args(recipe.line("--run-name quick --runs-dir out --use-tensorboard"))
+    dumps = "--save-debug-rollout-data {{run_dir}}/rollouts/{{rollout_id}}.jsonl"
+    args, _ = read_args(recipe.line(f"--run-name quick --runs-dir out --use-tensorboard {dumps}"))
     assert (args.run_dir, args.tensorboard_dir) == ("out/quick", "out/quick/tensorboard")
+    assert args.save_debug_rollout_data == "out/quick/rollouts/{rollout_id}.jsonl"
     args, _ = read_args(recipe.line("--use-tensorboard --tb-project-name p --tb-experiment-name e"))
     assert args.tensorboard_dir == "tensorboard_log/p/e"
 

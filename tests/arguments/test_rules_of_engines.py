@@ -5,11 +5,18 @@ Each rule lets the recipe and its neighbours pass, and says what is wrong in one
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
+from slimrl.arguments.engine_context import context_of_model, stated_context, tokens
 from slimrl.arguments.rules import TRAINING_RULES
-from slimrl.arguments.rules.engines import tokens
 from slimrl.sglang.flags import server_flags
 
 OPTIONS = {
@@ -18,7 +25,15 @@ OPTIONS = {
     "ep-size": PassthroughFlag("ep_size", type=int),
     "enable-dp-attention": PassthroughFlag("enable_dp_attention", action="store_true"),
     "allow-auto-truncate": PassthroughFlag("allow_auto_truncate", action="store_true"),
+    "enable-symm-mem": PassthroughFlag("enable_symm_mem", action="store_true"),
+    "modelopt-quant": PassthroughFlag("modelopt_quant", type=str),
+    "quantization": PassthroughFlag("quantization", type=str),
+    "quantize-and-serve": PassthroughFlag("quantize_and_serve", action="store_true"),
+    "enable-lora": PassthroughFlag("enable_lora", action="store_true"),
+    "max-lora-rank": PassthroughFlag("max_lora_rank", type=int),
+    "rl-quant-profile": PassthroughFlag("rl_quant_profile", type=str),
     "context-length": PassthroughFlag("context_length", type=str),
+    "json-model-override-args": PassthroughFlag("json_model_override_args", type=str),
     "tp-size": PassthroughFlag("tp_size", type=int, managed_by="--rollout-num-gpus-per-engine"),
 }
 TABLES = {"sglang": lambda: OPTIONS}
@@ -94,6 +109,42 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "engine_weights_are_those_of_training": (
+        ["--sglang-quantization fp8 --debug-rollout-only"],
+        [
+            (
+                "--sglang-quantization fp8",
+                "--sglang-quantization fp8 quantises the engines' weights, and weight updates bring them unquantised:"
+                " leave it out.",
+            ),
+            (
+                "--sglang-quantize-and-serve",
+                "--sglang-quantize-and-serve quantises the engines' weights, and weight updates bring them unquantised:"
+                " leave it out.",
+            ),
+        ],
+    ),
+    "engines_have_no_adapters": (
+        [],
+        [
+            (
+                "--sglang-enable-lora",
+                "--sglang-enable-lora is about LoRA adapters, which are not served: leave it out.",
+            ),
+            (
+                "--sglang-max-lora-rank 16 --debug-rollout-only",
+                "--sglang-max-lora-rank is about LoRA adapters, which are not served: leave it out.",
+            ),
+        ],
+    ),
+    "engine_collectives_agree": (
+        [
+            "--sglang-enable-symm-mem",
+            '--train-env-vars {{"NCCL_CUMEM_ENABLE":"0"}}',
+            '--sglang-enable-symm-mem --train-env-vars {{"NCCL_CUMEM_ENABLE":"0"}}',  # colocated: no such group
+        ],
+        [],
+    ),
     "engine_attention_copies_divide": (
         [
             "--rollout-num-gpus-per-engine 8 --sglang-enable-dp-attention --sglang-dp-size 8",
@@ -147,6 +198,24 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--sglang-context-length 8000 is less than the longest sample, --rollout-max-context-len 8192: give at"
                 " least 8192.",
             ),
+            (  # the model reads 40960
+                "--sglang-context-length 64k",
+                "--sglang-context-length 64k is more than the 40960 tokens that config.json of --hf-checkpoint says,"
+                " and the engines would not start: lower it, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 where"
+                " the model is known to read more.",
+            ),
+            (
+                "--rollout-max-response-len 40960 --n-samples-per-prompt 8",
+                "the model of --hf-checkpoint reads 40960 tokens (config.json), less than the longest sample, at least"
+                " one token of prompt + --rollout-max-response-len 40960 = 40961: lower these lengths, or give a model"
+                " that reads more.",
+            ),
+            (
+                "--rollout-max-response-len 39000 --rollout-max-prompt-len 2000",
+                "the model of --hf-checkpoint reads 40960 tokens (config.json), less than the longest sample,"
+                " --rollout-max-prompt-len 2000 + --rollout-max-response-len 39000 = 41000: lower these lengths, or"
+                " give a model that reads more.",
+            ),
         ],
     ),
 }
@@ -192,6 +261,16 @@ def test_stages_on_slots_of_their_own_cannot_be_updated(recipe):
     ]
 
 
+def test_engines_with_symmetric_memory_and_trainers_without_cumem_cannot_share_a_group(recipe):
+    split = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
+    more = '--sglang-enable-symm-mem --train-env-vars {{"NCCL_CUMEM_ENABLE":"0"}}'
+    _, problems = read_args(recipe.line(more, placement=split), passthrough=TABLES)
+    assert [str(problem) for problem in problems] == [
+        "--train-env-vars has NCCL_CUMEM_ENABLE 0, and --sglang-enable-symm-mem makes the engines set 1: the group for"
+        " weight updates needs the same on both sides; leave one of them out."
+    ]
+
+
 def test_what_slimrl_sets_itself_is_refused(recipe):
     _, problems = read_args(recipe.line("--sglang-tp-size 2"), passthrough=TABLES)
     assert [str(problem) for problem in problems] == [
@@ -208,3 +287,91 @@ def test_the_names_are_the_engines_own():
 
 def test_counts_are_read_as_the_engine_reads_them():
     assert [tokens(given) for given in (4096, "4096", "25.6k", "2Ki", "1M")] == [4096, 4096, 25600, 2048, 1_000_000]
+
+
+def test_every_flag_of_adapters_that_the_installed_engine_has_is_refused(recipe):
+    switches = [name for name, passed in server_flags().items() if "lora" in name and passed.action == "store_true"]
+    assert "enable-lora" in switches
+    for name in switches:
+        _, problems = read_args(recipe.line(f"--sglang-{name}"), passthrough={"sglang": server_flags})
+        assert [problem.flag for problem in problems] == [f"--sglang-{server_flags()[name].dest.replace('_', '-')}"]
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ("", 40960 - 6),
+        ("--sglang-context-length 32k", 32000 - 6),
+        ("--sglang-context-length 32k --sglang-allow-auto-truncate", None),
+        ("--debug-train-only --load-debug-rollout-data {rollout_id}.jsonl", None),
+    ],
+)
+def test_what_an_engine_takes_is_known_when_the_command_line_is_read(recipe, more, tokens):
+    line = [*recipe.line(), *more.split()]
+    assert read_args(line, passthrough=TABLES)[0].engine_context_len == tokens
+
+
+def test_a_longer_context_may_be_allowed_in_sglangs_own_way(recipe, monkeypatch):
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    assert read_args(recipe.line("--sglang-context-length 64k"), passthrough=TABLES)[1] == []
+
+
+CONFIGS = [
+    {"max_position_embeddings": 4096},
+    {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {
+        "max_position_embeddings": 163840,
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    },
+    {"max_position_embeddings": 32768, "seq_length": 2048},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_models_context_is_what_the_server_reads_out_of_config_json(config):
+    source = Path(importlib.util.find_spec("sglang").origin).parent / "srt/utils/hf_transformers/common.py"
+    tree = ast.parse(source.read_text())
+    wanted = [
+        node
+        for node in tree.body
+        if (isinstance(node, ast.FunctionDef) and node.name == "get_context_length")
+        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CONTEXT_LENGTH_KEYS")
+    ]
+    servers: dict[str, Any] = {}
+    # the server's own function, without what its module imports
+    exec(compile(ast.Module(wanted, []), str(source), "exec"), servers)
+    assert stated_context(config) == servers["get_context_length"](SimpleNamespace(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "expected"),
+    [
+        ({}, {"max_position_embeddings": 131072}, 131072),
+        ({}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 81920),
+        ({"text_config": {"max_position_embeddings": 4096}}, {"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"text_config": {"max_position_embeddings": 4096}}, {"text_config": {"vocab_size": 7}}, 4096),
+        ({}, {"seq_length": 2048}, 2048),
+        ({}, {"vocab_size": 7}, 40960),
+    ],
+)
+def test_the_context_is_that_of_the_config_as_the_engines_are_told_to_change_it(recipe, config, changes, expected):
+    recipe.write_config(**config)
+    line = [*recipe.line(), "--sglang-json-model-override-args", json.dumps(changes)]
+    args = read_args(line, passthrough=TABLES)[0]
+    assert context_of_model(args) == expected
+
+
+def test_a_longer_context_is_taken_where_the_config_is_changed_to_it(recipe):
+    longer = [*recipe.line(), "--sglang-context-length", "131072"]
+    (problem,) = read_args(longer, passthrough=TABLES)[1]
+    assert "--sglang-context-length 131072 is more than the 40960 tokens" in str(problem)
+    for changes in ('{"max_position_embeddings": 131072}', "{oops"):  # the server's own complaint
+        line = [*longer, "--sglang-json-model-override-args", changes]
+        assert read_args(line, passthrough=TABLES)[1] == []
+
+
+def test_a_config_json_that_says_nothing_leaves_the_context_unknown(recipe):
+    recipe.write_config(max_position_embeddings="absent")
+    args, problems = read_args(recipe.line("--rollout-max-response-len 40960"))
+    assert (args.engine_context_len, context_of_model(args), problems) == (None, None, [])

@@ -11,7 +11,10 @@ from slimrl.arguments import PassthroughFlag, read_args
 from slimrl.arguments.rules import TRAINING_RULES
 
 TABLES = {
-    "sglang": lambda: {"mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float)},
+    "sglang": lambda: {
+        "mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float),
+        "api-key": PassthroughFlag("api_key", type=str),
+    },
     "router": lambda: {"policy": PassthroughFlag("policy", type=str)},
 }
 TRAINERS = "--actor-num-nodes 1 --actor-num-gpus-per-node 2"
@@ -55,7 +58,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "external_engines_are_apart": (
-        [ONE, f"{ONE} host:1 --use-fault-tolerance", f"{EXTERNAL} [::1]:30000 --rollout-num-gpus-per-engine 8"],
+        [
+            ONE,
+            f"{ONE} host:1 --use-fault-tolerance",
+            f"{EXTERNAL} [::1]:30000 --rollout-num-gpus-per-engine 8",
+            f"{ONE} --sglang-api-key k",
+        ],
         [
             (
                 f"{EXTERNAL} http://10.0.0.1:30000",

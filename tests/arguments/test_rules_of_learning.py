@@ -45,15 +45,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     ),
     "estimator_has_what_it_needs": (
         [
-            "--advantage-estimator reinforce_plus_plus --normalize-advantages --gamma 0.99",
+            "--advantage-estimator reinforce_plus_plus --gamma 0.99",
             "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
             "--advantage-estimator gspo --eps-clip 4e-4 --eps-clip-high 4e-4",
         ],
         [
-            (
-                "--advantage-estimator reinforce_plus_plus",
-                "--advantage-estimator reinforce_plus_plus whitens its advantages: add --normalize-advantages.",
-            ),
             (
                 "--gamma 0.99",
                 "--gamma 0.99 discounts the returns of reinforce_plus_plus and --advantage-estimator is grpo: leave it"
@@ -308,3 +304,17 @@ def test_sampling_flags_that_change_nothing_are_noted(recipe, in_a_folder_with_h
     assert problems == []
     assert [any(note.startswith(start) for note in args.notes) for start in notes] == [True] * len(notes)
     assert len(args.notes) == len(notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "on"),
+    [
+        ("--advantage-estimator reinforce_plus_plus", True),
+        ("--advantage-estimator reinforce_plus_plus_baseline", True),
+        ("--advantage-estimator grpo", False),
+        ("--advantage-estimator grpo --normalize-advantages", True),
+        ("--advantage-estimator reinforce_plus_plus --loss-type sft_loss", False),
+    ],
+)
+def test_the_estimators_that_are_defined_with_whitened_advantages_whiten_them(recipe, more, on):
+    assert read_args(recipe.line(more))[0].normalize_advantages is on

@@ -80,16 +80,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "rollout_has_slots": (
-        ["--rollout-num-gpus 8"],
-        [
-            (
-                "--rollout-num-gpus 4",
-                "--rollout-num-gpus 4 differs from the --actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training"
-                " slots that --colocate shares: leave it out, or leave --colocate out.",
-            )
-        ],
-    ),
+    "rollout_has_slots": (["--rollout-num-gpus 8", "--rollout-num-gpus 4", "--rollout-num-gpus 16"], []),
     "training_slots_fit_the_node": (
         ["--num-gpus-per-node 16"],
         [
@@ -116,6 +107,31 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 '--train-env-vars {{"OMP_NUM_THREADS":4}}',
                 '--train-env-vars has OMP_NUM_THREADS 4, which is not text: write "OMP_NUM_THREADS": "4".',
+            )
+        ],
+    ),
+    "deterministic_mode_is_not_undone": (
+        [
+            "--deterministic-mode",
+            '--deterministic-mode --train-env-vars {{"NCCL_ALGO":"Tree","CUBLAS_WORKSPACE_CONFIG":":16:8"}}',
+            '--train-env-vars {{"NVTE_ALLOW_NONDETERMINISTIC_ALGO":"1"}}',
+        ],
+        [
+            (
+                '--deterministic-mode --train-env-vars {{"NVTE_ALLOW_NONDETERMINISTIC_ALGO":"1"}}',
+                "--train-env-vars has NVTE_ALLOW_NONDETERMINISTIC_ALGO 1, with which kernels are free to differ from"
+                " run to run: --deterministic-mode sets 0 by itself, leave NVTE_ALLOW_NONDETERMINISTIC_ALGO or the mode"
+                " out.",
+            )
+        ],
+    ),
+    "placement_chooses_the_gpus": (
+        ['--train-env-vars {{"OMP_NUM_THREADS":"4"}}'],
+        [
+            (
+                '--train-env-vars {{"CUDA_VISIBLE_DEVICES":"0"}}',
+                "--train-env-vars has CUDA_VISIBLE_DEVICES, and every rank sees the GPU that Ray reserved for it: leave"
+                " it out; set it where Ray is started to keep Ray off some GPUs.",
             )
         ],
     ),
@@ -164,6 +180,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "dynamic_batches_have_a_cap": (["--max-tokens-per-gpu 4608"], []),
+    "dynamic_batches_have_no_fixed_size": (
+        [],
+        [
+            (
+                "--micro-batch-size 1",
+                "--micro-batch-size 1 is a fixed number of samples and --use-dynamic-batch-size fills each forward pass"
+                " by --max-tokens-per-gpu: leave one of the two out.",
+            )
+        ],
+    ),
     "over_sampling_reaches_the_batch": (
         ["--over-sampling-batch-size 64", "--over-sampling-batch-size 32"],
         [
@@ -250,3 +276,22 @@ def test_train_async_refuses_shared_slots(recipe):
     ]
     line = recipe.line("--update-weights-interval 2", placement=SPLIT)
     assert read_args(line, entry="train_async.py")[1] == []
+
+
+@pytest.mark.parametrize("slots", [4, 16])
+def test_slots_of_engines_beside_colocate_are_not_used_and_said_to_be_so(recipe, slots):
+    args, _ = read_args(recipe.line(f"--rollout-num-gpus {slots}"))
+    assert args.rollout_num_gpus == 8
+    said = f"--rollout-num-gpus {slots} is not used: with --colocate the engines have the 8 training slots."
+    assert args.notes.count(said) == 1
+
+
+def test_the_same_number_of_slots_twice_is_worth_no_line(recipe):
+    args, _ = read_args(recipe.line("--rollout-num-gpus 8"))
+    assert not [note for note in args.notes if "--rollout-num-gpus" in note]
+
+
+def test_engines_alone_have_the_slots_that_they_are_given(recipe):
+    args, problems = read_args(recipe.line("--rollout-num-gpus 4 --debug-rollout-only"))
+    assert problems == []
+    assert args.rollout_num_gpus == 4

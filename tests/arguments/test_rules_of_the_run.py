@@ -14,6 +14,44 @@ THEMES = ("required", "served", "paths", "checkpoints", "profiling")
 
 # rule -> (what passes when appended to the recipe, what does not and the sentence for it)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "run_has_a_plain_name": (
+        ["--run-name my-run_1.2", f"--run-name {'x' * 200}", "--run-name übung"],
+        [
+            (
+                "--run-name ../../x",
+                "--run-name ../../x leads to another folder, and it is the name of a folder: give a plain name, such as"
+                " my-run, and its place with --runs-dir.",
+            ),
+            (
+                "--run-name /tmp/x",
+                "--run-name /tmp/x leads to another folder, and it is the name of a folder: give a plain name, such as"
+                " my-run, and its place with --runs-dir.",
+            ),
+            (
+                "--run-name a\\b",
+                "--run-name a\\b leads to another folder, and it is the name of a folder: give a plain name, such as"
+                " my-run, and its place with --runs-dir.",
+            ),
+            (
+                "--run-name ..",
+                "--run-name .. begins with a dot, and it is the name of a folder: give a plain name, such as my-run.",
+            ),
+            (
+                f"--run-name {'x' * 201}",
+                f"--run-name {'x' * 20}... has 201 bytes and may have 200, and it is the name of a folder: give a plain"
+                " name, such as my-run.",
+            ),
+            (
+                "--run-name a\x1bb",
+                "--run-name 'a\\x1bb' has characters that cannot be seen, and it is the name of a folder: give a plain"
+                " name, such as my-run.",
+            ),
+            (
+                "--run-name=",
+                "--run-name '' is empty, perhaps by an unset variable: give a value, or leave it out.",
+            ),
+        ],
+    ),
     "profiling_flags_have_their_switch": (
         [
             "--use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 --profile-ranks 1",
@@ -126,8 +164,17 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "dump_templates_name_the_rollout": (
-        ["--save-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl"],
         [
+            "--save-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl",
+            "--save-debug-rollout-data {{run_dir}}/{{rollout_id}}.jsonl --save-debug-rollout-limit 3",
+            "--dump-details {dir}/all --save-debug-rollout-limit 3",
+        ],
+        [
+            (
+                "--save-debug-rollout-limit 3",
+                "--save-debug-rollout-limit 3 says how many recorded rollouts are kept, and none is recorded: give"
+                " --save-debug-rollout-data, or leave it out.",
+            ),
             (
                 "--save-debug-rollout-data {dir}/dump.jsonl",
                 "--save-debug-rollout-data {dir}/dump.jsonl gives every rollout the same file: put {{rollout_id}} into"

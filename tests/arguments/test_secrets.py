@@ -2,6 +2,7 @@
 
 import pytest
 
+from slimrl.arguments.plan.engines import option_words
 from slimrl.arguments.secrets import is_secret, shown, told, without_secrets
 
 KEY = "t0psecret"
@@ -48,3 +49,13 @@ def test_a_url_is_shown_without_its_user():
 def test_plain_data_is_shown_without_secret_entries_at_any_depth():
     data = {"a": [{"api_key": KEY, "b": 1}], "control_plane_api_keys": [KEY], "c": (f"x://{KEY}@h", None, 2.0)}
     assert shown(data) == {"a": [{"b": 1}], "c": ["x://***@h", None, 2.0]}
+
+
+def test_a_key_within_json_is_hidden_as_it_is_given_to_a_reward_models_server():
+    words = ["--rm-server-options", '{"mem_fraction_static": 0.8, "api_key": "' + KEY + '"}']
+    assert without_secrets(words) == [words[0], '{"mem_fraction_static": 0.8, "api_key": "***"}']
+
+
+def test_the_plan_shows_no_key_among_the_options_of_servers_and_router():
+    options = {"dtype": "auto", "api_key": KEY, "control_plane_api_keys": [KEY]}
+    assert option_words(options) == ["--dtype auto", "--api-key ***", "--control-plane-api-keys ***"]

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 from slimrl.cluster.fleet import Fleet
-from slimrl.cluster.session import worker_environment
+from slimrl.cluster.launch import Launch
 from slimrl.cluster.slots import Slots, plan_slots
 from slimrl.sglang.server import ServerProcess
 from tests.megatron.launch import RankPool
@@ -42,7 +42,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
     """A Ray cluster of two nodes with one slot each."""
-    with tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # where Cluster writes its address, without making the folder
+        patch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
         cluster = Cluster()
         try:
             for _ in range(2):
@@ -70,7 +76,7 @@ def fleet(two_nodes: Cluster, folders: list[Path], tmp_path_factory: pytest.Temp
     slots = Slots(plan_slots(args))
     fleet = None
     try:
-        fleet = asyncio.run(Fleet.start(args, slots, worker_environment({})))
+        fleet = asyncio.run(Fleet.start(args, slots, Launch.of_run(args)))
         yield fleet
     finally:
         if fleet is not None:

@@ -14,6 +14,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.external_engine import ExternalEngine
 from slimrl.sglang.errors import EngineError, EngineUnavailableError
 from slimrl.sglang.external import NEEDED_PATHS, ExternalServer, check_somebody_listens
+from slimrl.sglang.router_control import RunningRouter
 from tests.megatron.launch import free_port
 
 STARTED = (1.0, None, None)
@@ -60,8 +61,8 @@ def test_a_server_that_works_for_long_is_alive_and_one_that_is_gone_is_lost():
 
 
 @contextlib.asynccontextmanager
-async def server_of(folder, version: str, *, makes_tokens: bool = True):
-    """What `inspect` asks a server for; yields its address."""
+async def server_of(folder, version: str, *, makes_tokens: bool = True, instead: dict | None = None):
+    """What `inspect` asks a server for, other answers `instead` at some paths; yields its address."""
 
     async def health(request: web.Request) -> web.Response:
         return web.Response(status=200 if makes_tokens else 503)
@@ -71,6 +72,7 @@ async def server_of(folder, version: str, *, makes_tokens: bool = True):
         "/server_info": {"tp_size": 1, "startup_time": 1.0},
         "/model_info": model,
         "/openapi.json": {"paths": dict.fromkeys(NEEDED_PATHS, {})},
+        **(instead or {}),
     }
     app = web.Application()
     for path, answer in answers.items():
@@ -109,6 +111,67 @@ def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path,
     expected = pytest.raises(EngineError, match=re.escape(refusal)) if refusal else contextlib.nullcontext()
     with expected:
         asyncio.run(start(debug_rollout_only=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "wrong"),
+    [
+        (
+            "/server_info",
+            None,
+            "/server_info did not answer as SGLang does: Expected `object`, got `null`; it answered",
+        ),
+        ("/server_info", {"tp_size": "two"}, "got `str` - at `$.tp_size`; it answered {'tp_size': 'two'}"),
+        ("/server_info", {}, "missing required field `tp_size`; it answered {}"),
+        (
+            "/model_info",
+            ["m"],
+            "/model_info did not answer as SGLang does: Expected `object`, got `array`; it answered",
+        ),
+        ("/model_info", {"is_generation": 1}, "got `int` - at `$.is_generation`; it answered {'is_generation': 1}"),
+        (
+            "/openapi.json",
+            {"paths": None},
+            "/openapi.json did not answer as SGLang does: Expected `object`, got `null`",
+        ),
+    ],
+)
+def test_a_server_that_answers_garbage_is_refused_by_its_address_the_field_and_what_came(tmp_path, path, answer, wrong):
+    (tmp_path / "config.json").write_text("{}")
+
+    async def start() -> None:
+        async with server_of(tmp_path, "default", instead={path: answer}) as address:
+            with pytest.raises(EngineError) as refused:
+                await ExternalEngine(address, 0, Arguments(hf_checkpoint=str(tmp_path))).start(5)
+            assert str(refused.value).startswith(f"--rollout-external-engine-addrs {address}: what answers there")
+            assert wrong in str(refused.value)
+
+    asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        ("null", "Expected `object`, got `null`; it answered None"),
+        ('{"workers": [{"id": "a"}]}', "missing required field `url` - at `$.workers[0]`; it answered"),
+        ('{"workers": [{"id": "a", "url": "u", "is_healthy": "yes"}]}', "got `str` - at `$.workers[0].is_healthy`"),
+    ],
+)
+def test_a_router_of_the_users_that_answers_garbage_is_named(answer, wrong):
+    async def check() -> None:
+        app = web.Application()
+        app.router.add_get("/workers", lambda request: web.Response(text=answer))
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            with pytest.raises(EngineError, match="the router .* .--sglang-router-ip, --sglang-router-port") as refused:
+                await asyncio.to_thread(RunningRouter("127.0.0.1", runner.addresses[0][1]).check)
+            assert wrong in str(refused.value)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(check())
 
 
 def test_addresses_at_which_nobody_listens_are_named_before_anything_starts():

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from slimrl.arguments import Arguments
 from slimrl.cluster.fleet import Fleet
 from slimrl.sglang.router import RouterProcess
 
@@ -25,6 +26,13 @@ class EngineKilledWhileClosing:
     async def close(self) -> None:
         self._killed.set()
         await asyncio.sleep(0.05)
+
+
+def test_functions_of_the_users_find_the_router_where_slime_has_its_address():
+    args = Arguments(rm_type="math")
+    told = Fleet([], [], None, "http://10.0.0.7:3100", 30.0).reachable(args)
+    assert (told.sglang_router_ip, told.sglang_router_port, told.rm_type) == ("10.0.0.7", 3100, "math")
+    assert args.sglang_router_ip is None
 
 
 @pytest.mark.slow

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import pty
 import signal
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import dry_run, main
+from slimrl.cluster import dry_run, main, ray_environment
 from slimrl.cluster import run as run_module
-from slimrl.observability import logs
+from slimrl.data.watched_file import ChangedDataError
+from slimrl.observability import logs, run_folder
+from slimrl.processes.folder_lock import only_run_in
 from slimrl.rollout.failures import SampleError
 from slimrl.rollout.rm_hub.failures import NoVerdictsError
 
@@ -30,6 +37,17 @@ def test_secrets_leave_the_command_before_anything_records_it(monkeypatch):
     assert shown == [hidden]
 
 
+def test_a_local_cluster_gets_a_token_and_a_folder_for_kernels_that_is_this_users_alone(monkeypatch, tmp_path):
+    names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "TORCHINDUCTOR_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ray_environment.prepare_ray_environment()
+    assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
+    kernels = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
+    assert kernels.parent == tmp_path and kernels.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.fixture
 def end(monkeypatch, caplog):
     """Runs `main` with a loop that fails; returns the exit code and what was logged."""
@@ -43,18 +61,21 @@ def end(monkeypatch, caplog):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(run_module, "open_run", contextlib.nullcontext)
 
+    caplog.set_level(logging.INFO, "slimrl")
+
     def run(error: Exception) -> tuple[int, logging.LogRecord]:
         def loop(_) -> None:
             raise error
 
         code = main.main("train.py", loop, [])
-        (record,) = caplog.records
+        record, last_words = caplog.records
+        assert last_words.getMessage().startswith("ended before its first step")
         return code, record
 
     return run
 
 
-@pytest.mark.parametrize("kind", [NoVerdictsError, SampleError])
+@pytest.mark.parametrize("kind", [NoVerdictsError, SampleError, ChangedDataError])
 def test_an_error_with_a_sentence_is_that_sentence(end, kind):
     code, record = end(kind("rollout 3: mend the grader"))
     assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: mend the grader", None)
@@ -73,3 +94,66 @@ def test_the_first_of_several_signals_gives_the_exit_code(first, code, monkeypat
         interrupts._handle(first, None)
     interrupts._handle(signal.SIGINT, None)
     assert interrupts.exit_code == code
+
+
+WAITS = """
+import os, sys, time
+from slimrl.cluster.main import _Interrupts
+interrupts = _Interrupts()
+try:
+    os.write(int(sys.argv[1]), b"ready")
+    time.sleep(float(sys.argv[2]))
+except KeyboardInterrupt:
+    print("ending", flush=True)  # onto a terminal that may be gone
+    sys.exit(interrupts.exit_code)
+"""
+
+
+def waiting(seconds: float, **options) -> subprocess.Popen:
+    """A process that waits as a run does, ready for signals."""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", WAITS, str(writer), str(seconds)]
+    process = subprocess.Popen(command, pass_fds=[writer], **options)
+    os.close(writer)
+    assert os.read(reader, 5) == b"ready"
+    os.close(reader)
+    return process
+
+
+def test_a_hangup_ends_a_run_as_other_signals_do():
+    process = waiting(60, stdout=subprocess.DEVNULL)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(20) == 129
+
+
+def test_a_terminal_that_closes_ends_a_run_in_order_though_nothing_can_be_written_to_it():
+    ours, theirs = pty.openpty()
+    process = waiting(60, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lambda: os.login_tty(theirs))
+    os.close(theirs)
+    os.close(ours)
+    assert process.wait(20) == 129
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored():
+    process = waiting(1.0, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(20) == 0
+
+
+def test_a_second_run_on_one_save_folder_is_refused_before_ray_starts(end, monkeypatch, tmp_path, caplog):
+    args = Arguments(save=str(tmp_path), run_dir=str(tmp_path / "second"), actor_num_nodes=1, actor_num_gpus_per_node=1)
+
+    def no_ray(*_, **__):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(main, "parse_args", lambda *_, **__: args)
+    for name in ("show_as", "prepare_ray_environment", "_Interrupts"):
+        monkeypatch.setattr(main, name, lambda *_: None)
+    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(run_folder, "make_private", lambda *_: None)
+    monkeypatch.setattr(run_module, "ray_session", no_ray)
+    with only_run_in(tmp_path, flag="--save", name="first"):
+        assert main.main("train.py", lambda run: None, []) == 2
+    assert f"--save {tmp_path} is written by another run (run first, process {os.getpid()} on" in caplog.text
+    assert not (tmp_path / "second").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from multiprocessing import Pipe
 
@@ -31,15 +32,19 @@ class RankOnBrokenDevice:
 
     def wake(self) -> None: ...
 
+    def sleep(self) -> None:
+        sys.exit("a layer of the user's")
 
-def test_an_error_of_a_call_reaches_the_actor_though_the_device_is_lost(monkeypatch):
-    monkeypatch.setattr(rank_process, "Rank", RankOnBrokenDevice)
+
+def answers_of(rank, methods, monkeypatch):
+    """What `serve` answers to each call, in order."""
+    monkeypatch.setattr(rank_process, "Rank", rank)
     ours, theirs = Pipe()
     server = threading.Thread(target=rank_process.serve, args=(theirs,))
     server.start()
     ours.send_bytes(pickle.dumps("setup"))
     answers = {}
-    for method in ("prepare", "train", "wake"):
+    for method in methods:
         ours.send_bytes(pickle.dumps((method, ())))
         answers[method] = []
         while not answers[method] or answers[method][-1][0] == "memory":
@@ -48,9 +53,22 @@ def test_an_error_of_a_call_reaches_the_actor_though_the_device_is_lost(monkeypa
     ours.close()
     server.join(30)
     assert not server.is_alive()
+    return answers
+
+
+def test_an_error_of_a_call_reaches_the_actor_though_the_device_is_lost(monkeypatch):
+    answers = answers_of(RankOnBrokenDevice, ("prepare", "train", "wake"), monkeypatch)
     assert answers["prepare"] == [("memory", {"cuda_peak_gib": 1.5}), ("value", "ready")]
     ((kind, (summary, trace)),) = answers["train"]
     assert (kind, summary) == ("error", "ValueError: the kernel that read beyond its tensor")
     assert "in train" in trace
     ((kind, (summary, _)),) = answers["wake"]  # a device that is lost is no success
     assert kind == "error" and "illegal memory access" in summary
+
+
+def test_code_that_asks_for_the_end_of_the_process_has_failed_like_any_other(monkeypatch):
+    answers = answers_of(RankOnBrokenDevice, ("sleep", "prepare"), monkeypatch)
+    ((kind, (summary, trace)),) = answers["sleep"]
+    assert (kind, summary) == ("error", "SystemExit: a layer of the user's")
+    assert "in sleep" in trace
+    assert answers["prepare"][-1] == ("value", "ready")

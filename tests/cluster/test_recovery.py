@@ -222,7 +222,7 @@ def test_a_rollout_forgives_no_loss_that_came_while_the_servers_were_asked(monke
         async with recovering(1) as (recovery, fleet, _, _memory):
             asked, told = threading.Event(), threading.Event()
 
-            def load_of(url: str, timeout_s: float) -> ServerLoad:
+            def load_of(url: str, timeout_s: float, key: str | None) -> ServerLoad:
                 asked.set()
                 told.wait(10)
                 return ServerLoad(url, 0, 0, 0.0, prefilled=True)

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.cluster.launch import Launch
 from slimrl.cluster.reward_server import RewardServers
-from slimrl.cluster.session import ray_session, worker_environment
+from slimrl.cluster.session import ray_session
 from slimrl.cluster.slots import SlotPlan, Slots
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
@@ -55,7 +56,7 @@ def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, to
 
     async def run() -> tuple[list[float], str]:
         slots = Slots(SlotPlan(1, range(0), range(0), 1, range(1), 1))
-        servers = await RewardServers.start(args, slots, worker_environment({}))
+        servers = await RewardServers.start(args, slots, Launch.of_run(args))
         scorer = RewardScorer(servers.reachable(args))
         try:
             never = asyncio.Event().wait()

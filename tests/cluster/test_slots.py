@@ -1,18 +1,20 @@
 """Slot arithmetic, and the real placement of Ray on logical GPUs."""
 
+import logging
 import signal
 import sys
 
 import pytest
 import ray
+from ray._raylet import AuthenticationMode
 
 from slimrl.arguments import Arguments
+from slimrl.cluster import session
 from slimrl.cluster.session import (
     SlotsMissingError,
     _own_signal_handler,
     check_slots,
     ray_session,
-    worker_environment,
 )
 from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
@@ -81,6 +83,11 @@ def test_slots_are_ordered_by_address_as_numbers_then_node_then_gpu():
     assert [slot.bundle for slot in ordered] == [2, 1, 3, 0]
 
 
+def test_gpus_that_are_named_by_uuid_keep_one_order():
+    slots = [Slot(bundle, "a", "10.0.0.1", gpu) for bundle, gpu in enumerate(["GPU-9f", "GPU-1a", "MIG-0"])]
+    assert [slot.gpu_id for slot in in_order(slots)] == ["GPU-1a", "GPU-9f", "MIG-0"]
+
+
 def test_engines_on_one_node_take_neighbouring_slots():
     split = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
     assert parts(split, 8) == [[("n1", [2, 3])], [("n1", [4, 5])], [("n1", [6, 7])]]
@@ -117,8 +124,24 @@ def test_too_small_a_cluster_is_refused_with_both_numbers():
         check_slots(4, 3)
 
 
-def test_environment_given_by_flag_wins():
-    assert worker_environment({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+@pytest.mark.parametrize(
+    ("addresses", "mode", "warned"),
+    [
+        (["10.0.0.1", "10.0.0.2"], AuthenticationMode.DISABLED, True),
+        (["10.0.0.1", "10.0.0.2"], AuthenticationMode.TOKEN, False),
+        (["127.0.0.1", "127.0.0.1"], AuthenticationMode.DISABLED, False),  # two Ray nodes of one machine
+    ],
+)
+def test_a_run_that_joins_an_open_cluster_of_several_machines_says_so(monkeypatch, caplog, addresses, mode, warned):
+    gone = {"NodeManagerAddress": "10.0.0.9", "Alive": False}
+    nodes = [{"NodeManagerAddress": address, "Alive": True} for address in addresses]
+    monkeypatch.setattr(session.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(session, "get_authentication_mode", lambda: mode)
+    with caplog.at_level(logging.WARNING, "slimrl"):
+        session._warn_of_open_cluster()
+    assert len(caplog.messages) == warned
+    if warned:
+        assert "spans 2 nodes (10.0.0.1, 10.0.0.2) and asks nobody for a token" in caplog.text
 
 
 class Ended(KeyboardInterrupt):

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayT
 from slimrl.cluster import supervise
 from slimrl.cluster.out_of_memory import brief
 from slimrl.cluster.supervise import ProcessDiedError, Supervisor
-from slimrl.cluster.watchdog import Awaited, Patience
+from slimrl.cluster.watchdog import Awaited, Patience, WaitedTooLongError
 
 RAYS_PAGE = """1 worker(s) were killed due to the node running low on memory.
 Workers (tasks / actors) killed due to memory pressure (OOM),
@@ -43,6 +43,14 @@ class OneAfterTheOther:
             return [0] * len(refs)
         if refs.failure is not None:
             raise refs.failure
+
+
+def test_a_wait_that_is_too_long_names_the_nodes_that_do_not_answer_first(monkeypatch):
+    monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=lambda refs, **_: ([], refs)))
+    silent = "node 10.0.0.2 has not answered on the network for 20 s"
+    supervisor = Supervisor(Patience(0, 1e-9), lambda: silent)
+    with pytest.raises(WaitedTooLongError, match=f"waiting 0 s for the push: {silent}; rank 1 cannot be asked"):
+        supervisor.get([Call()], Awaited("the push", lambda _: "rank 1 cannot be asked"))
 
 
 @pytest.mark.parametrize("failed", [True, False])

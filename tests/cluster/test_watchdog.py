@@ -46,6 +46,19 @@ def test_a_wait_is_reported_after_twice_as_long_each_time(clock, caplog):
     assert reports == [f"waiting {n} s for train of rollout 7: [1, 3] are late" for n in (120, 300)]
 
 
+def test_a_report_names_the_servers_that_keep_those_who_are_waited_for(clock, caplog):
+    said = iter(["SGLang server 1 (http://b:4) does not answer", ""])
+    wait = Wait(Patience(60.0, None), Awaited("the push of weights 3", lambda _: "rank 0 in _push"), lambda: next(said))
+    with caplog.at_level(logging.WARNING, "slimrl"):
+        for waited in (10, 60, 120):
+            clock.now = 1000.0 + waited
+            wait.look([0])
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting 60 s for the push of weights 3: rank 0 in _push; SGLang server 1 (http://b:4) does not answer",
+        "waiting 120 s for the push of weights 3: rank 0 in _push",
+    ]
+
+
 def test_a_limit_ends_the_wait_with_the_report(clock):
     wait = Wait(Patience(0.0, 60.0), Awaited("save after rollout 3", lambda _: "rank 2 in save"))
     clock.now += 59

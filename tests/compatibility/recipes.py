@@ -154,7 +154,8 @@ RECIPES: dict[str, Recipe] = {
     "moonlight-16B-A3B, 8 GPUs": Recipe(
         "moonlight",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {ONE_NODE} {layout(4, 1, 1, 8, 20480)}
- --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7""",
+ --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7
+ --rollout-max-response-len 4096 --eval-max-response-len 4096""",
     ),
     "deepseek-r1, 16 nodes": Recipe(
         "deepseek-v3",

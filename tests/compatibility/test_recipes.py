@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from slimrl.arguments import read_args
 from slimrl.sglang.flags import router_flags, server_flags
-from tests.arguments.conftest import make_checkpoint
+from tests.arguments.conftest import complete_model, make_checkpoint
 from tests.compatibility.recipes import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +33,15 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
     (folder / "hf").mkdir()
     name = "qwen3-4B" if recipe.model == "qwen3-4b" else recipe.model
     shutil.copy(CONFIGS / f"{name}.json", folder / "hf/config.json")
+    complete_model(folder / "hf")
     make_checkpoint(folder / "torch_dist", "release")
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("dapo-math-17k", "aime-2024"):
         (folder / f"{name}.jsonl").write_text(row + "\n")
     for name in ("gsm8k", "openhermes"):
-        (folder / f"{name}.parquet").touch()
+        messages = [{"role": "user", "content": "1+1"}]
+        columns = {"messages": [messages], "prompt": [messages], "label": ["2"]}
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{name}.parquet")
     return folder
 
 

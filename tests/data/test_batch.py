@@ -62,6 +62,26 @@ def test_the_mask_is_ones_where_the_sample_has_none_and_zeros_where_it_is_remove
     assert three_rows().loss_mask.tolist() == [1, 1, 0, 1, 0, 0]
 
 
+def test_a_removed_sample_trains_on_nothing_whatever_its_mask_says():
+    samples = [
+        make_sample(0, [1], [2, 3, 4], remove_sample=True, loss_mask=[1, 0, 1]),
+        make_sample(1, [1], [5, 6], loss_mask=[0, 1]),
+    ]
+    assert batch_from_samples(samples, torch.zeros(2), torch.zeros(2)).loss_mask.tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("mask", [[0, 0], [1, 1], [1, 0]])
+def test_a_mask_is_taken_as_it_is(mask):
+    batch = batch_from_samples([make_sample(0, [1], [2, 3], loss_mask=mask)], torch.zeros(1), torch.zeros(1))
+    assert batch.loss_mask.tolist() == mask
+
+
+@pytest.mark.parametrize("status", list(SampleStatus))
+def test_only_a_sample_that_met_the_length_limit_counts_as_truncated(status):
+    batch = batch_from_samples([make_sample(0, [1], [2], status=status)], torch.zeros(1), torch.zeros(1))
+    assert batch.truncated.tolist() == [status.value == "truncated"]
+
+
 def test_an_empty_response_is_allowed_and_adds_no_response_values():
     samples = [make_sample(0, [1, 2], [], rollout_log_probs=None), make_sample(1, [3], [4])]
     batch = batch_from_samples(samples, torch.zeros(2), torch.zeros(2))
@@ -81,7 +101,9 @@ def test_select_takes_rows_in_the_given_order_and_may_repeat_them():
 
 
 def test_select_of_no_rows_is_an_empty_batch_and_of_an_unknown_row_an_error():
-    assert len(three_rows().select([])) == 0
+    nothing = three_rows().select([])
+    assert len(nothing) == nothing.tokens.numel() == nothing.loss_mask.numel() == 0
+    assert three_rows().select([2]).sample_ids.tolist() == [12]
     for rows in ([0, 3], [-1]):
         with pytest.raises(IndexError, match="the batch has 3"):
             three_rows().select(rows)
@@ -115,6 +137,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         ({"rollout_log_probs": []}, "sample 7 .* has 0 rollout_log_probs for 1 response tokens"),
         ({"rollout_log_probs": None}, "sample 7 .* has no rollout_log_probs"),
         ({"response_length": 3}, "sample 7 .* has 2 tokens and response_length 3"),
+        ({"response_length": -1}, "sample 7 .* has 2 tokens and response_length -1"),
         ({"response_length": 2}, "at least one token"),
         ({"group_index": None}, "has no index or no group_index"),
     ],

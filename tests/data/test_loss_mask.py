@@ -32,6 +32,11 @@ def test_a_turn_may_be_left_out():
     assert trained_text([False, True]) == "so long<|im_end|>"
 
 
+def test_a_text_may_begin_with_the_assistants_turn():
+    marks = TURN_MARKS["qwen"]
+    assert assistant_spans(f"{marks.before}hi{marks.after}", marks) == [(22, 22 + len("hi<|im_end|>"))]
+
+
 def test_a_last_turn_without_an_end_reaches_to_the_end_of_the_text():
     marks = TURN_MARKS["distill_qwen"]
     text = "<｜User｜>hi<｜Assistant｜>hello"

@@ -141,6 +141,19 @@ def test_balancing_evens_out_the_cost_of_the_ranks(cap):
         assert spread(balance=False) > 8  # 148 against 18: one rank would wait for the other
 
 
+@pytest.mark.parametrize(("break_even", "tokens"), [(1, [20, 40]), (10**9, [30, 30])])
+def test_attention_makes_a_long_sample_as_dear_as_several_short_ones(break_even, tokens):
+    # at a break-even of 1 the sample of 20 costs 420 and each of 10 costs 110: four of those weigh as much as it
+    ranks = schedule(
+        [20, 10, 10, 10, 10],
+        data_parallel_size=2,
+        max_tokens_per_micro_batch=40,
+        balance=True,
+        break_even_tokens=break_even,
+    )
+    assert sorted(int(batch.total_lengths.sum()) for batch in ranks) == tokens
+
+
 def test_trained_tokens_are_counted_over_all_ranks_without_the_masked_ones():
     batch = make_batch([4, 3, 2, 5], masks=[[1, 0, 1], [0, 0], [1], [1, 1, 1, 1]])
     ranks = schedule_batch(
@@ -180,3 +193,8 @@ def test_batches_that_do_not_divide_are_refused_with_the_flags_named(options, me
 def test_an_empty_rollout_is_refused():
     with pytest.raises(ValueError, match="0 samples"):
         schedule([], global_batch_size=4)
+
+
+@pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (2, 4), (3, 6), (8, 16)])
+def test_context_parallelism_cuts_a_sample_into_two_pieces_for_each_rank(ranks, multiple):
+    assert sequence_multiple(ranks) == multiple

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from slimrl.data import jsonl as jsonl_reader
 from slimrl.data import parquet as parquet_reader
-from slimrl.data.bad_row import BadRow
+from slimrl.data.bad_row import BadRow, bad_rows_error
 from slimrl.data.data_path import DataMix, DataPath
 from slimrl.data.readers import open_rows
+from slimrl.data.watched_file import ChangedDataError
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(10)]
 
@@ -106,9 +107,9 @@ def test_a_file_that_changes_under_the_run_is_noticed(tmp_path):
     rows = open_rows(str(path))
     path.write_text('{"a": 1234567}\n')
     os.utime(path, ns=(1, 1))
-    with pytest.raises(OSError, match="train.jsonl was changed while it was in use"):
+    with pytest.raises(OSError, match="train.jsonl was changed while this run was using it"):
         rows.read([1])
-    with pytest.raises(OSError, match="train.jsonl was changed while it was in use"):
+    with pytest.raises(OSError, match="train.jsonl was changed while this run was using it"):
         list(rows.blocks(hashlib.blake2b()))
 
 
@@ -184,6 +185,17 @@ def test_parquet_rows_come_in_any_order_from_any_row_group_with_little_kept(tmp_
     assert opened.columns == {"prompt", "label", "unused"}
 
 
+@pytest.mark.parametrize("bounds", [(0, 30), (3, 9), (10, 20), (11, 30), (29, 30)])
+def test_a_slice_of_parquet_is_read_in_order_batch_by_batch(tmp_path, monkeypatch, bounds):
+    path = tmp_path / "batches.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"label": i} for i in range(30)]), path, row_group_size=10)
+    monkeypatch.setattr(parquet_reader, "_BLOCK_ROWS", 4)
+    opened = open_rows(f"{path}@[{bounds[0]}:{bounds[1]}]")
+    blocks = list(opened.blocks(hashlib.blake2b()))
+    assert [row["label"] for block in blocks for row in block] == list(range(*bounds))
+    assert all(1 <= len(block) <= 4 for block in blocks)
+
+
 @pytest.mark.parametrize(
     ("words", "paths", "probabilities"),
     [
@@ -214,3 +226,79 @@ def test_a_mix_that_does_not_add_up_is_refused(words, sentence):
     with pytest.raises(ValueError) as caught:
         DataMix.parse(words)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("bad", "allowed", "first", "lines", "last"),
+    [
+        (1, 0, "1 bad row in data.jsonl: mend it", 2, "row 0"),
+        (20, 5, "20 bad rows in data.jsonl (5 allowed): mend it", 21, "row 19"),
+        (21, 5, "21 bad rows in data.jsonl (5 allowed): mend it", 22, "and 1 more"),
+    ],
+)
+def test_the_first_twenty_bad_rows_are_listed_and_the_others_counted(bad, allowed, first, lines, last):
+    shown = str(bad_rows_error("data.jsonl", [f"row {number}" for number in range(bad)], allowed, "mend it"))
+    assert [line.strip() for line in shown.splitlines()][:: lines - 1] == [first, last]
+    assert len(shown.splitlines()) == lines
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_written_over_in_place_is_noticed_at_the_first_changed_row(tmp_path, kind):
+    path, old, new = (tmp_path / f"{name}.{kind}" for name in ("train", "old", "new"))
+    wide = "x" * 2000
+    for target, mark in ((old, "a"), (new, "b")):
+        write_kind(target, [{"text": f"{'a' if row < 1000 else mark}{row:06d}{wide}"} for row in range(2000)])
+    path.write_bytes(old.read_bytes())
+    rows = open_rows(str(path))
+    list(rows.blocks(hashlib.blake2b()))  # as the check before training does
+    assert rows.read([1999])[0]["text"].startswith("a001999")
+    then = path.stat()
+    with path.open("r+b") as file:  # in place, of the same length, and its time set back
+        file.write(new.read_bytes())
+    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
+    if kind == "jsonl":
+        assert rows.read([3])[0]["text"].startswith("a000003")  # that part is as it was
+    complaint = rf"train\.{kind} was changed while this run was using it, found at .*1[0-9]{{3}}.* bytes, last changed"
+    with pytest.raises(ChangedDataError, match=rf"{complaint}.*Put the file back as it was and resume"):
+        rows.read([1500])
+    path.write_bytes(old.read_bytes())  # what the message asks for
+    assert rows.read([1500])[0]["text"].startswith("a001500")
+
+
+def test_a_file_that_is_only_touched_or_written_anew_alike_stays_the_same(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    rows = open_rows(str(path))
+    content = path.read_bytes()
+    path.write_bytes(content)
+    os.utime(path, ns=(1, 1))
+    assert rows.read([1, 0]) == [{"a": 2}, {"a": 1}]
+    assert [row for block in rows.blocks(hashlib.blake2b()) for row in block] == [{"a": 1}, {"a": 2}]
+
+
+def test_a_file_that_is_cut_off_in_place_is_noticed(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    rows = open_rows(str(path))
+    os.truncate(path, 9)
+    with pytest.raises(ChangedDataError, match=r"train\.jsonl:2: it had 18 bytes.* and has 9 bytes"):
+        rows.read([1])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_that_another_takes_the_name_of_is_read_on_and_that_is_said_once(tmp_path, kind, caplog):
+    path = tmp_path / f"train.{kind}"
+    write_kind(path, [{"a": row} for row in range(3)])
+    rows = open_rows(str(path))
+    write_kind(tmp_path / "new", [{"a": -1}])
+    (tmp_path / "new").replace(path)
+    assert rows.read([0]) == [{"a": 0}] and rows.read([2]) == [{"a": 2}]
+    assert [row for block in rows.blocks(hashlib.blake2b()) for row in block] == [{"a": row} for row in range(3)]
+    assert caplog.text.count("was removed or replaced by another") == 1
+
+
+def write_kind(path, rows):
+    if "parquet" in path.name or (path.name == "new" and (path.parent / "train.parquet").exists()):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100, compression="none")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))

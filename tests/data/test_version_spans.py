@@ -27,6 +27,14 @@ def test_spans_cover_requests_turns_and_the_words_of_tools_in_order():
     assert sample.weight_versions == ["1", "2", "4"]  # one per request that brought tokens
 
 
+def test_tokens_join_the_last_span_of_their_version_and_no_earlier_one():
+    spans: list[version_spans.Span] = []
+    for version, count in [("1", 2), ("2", 3), ("2", 1), ("3", 0), ("1", 4)]:
+        version_spans.add(spans, version, count)
+    assert spans == [["1", 2], ["2", 4], ["1", 4]]
+    assert version_spans.shown(spans) == "1: 2 tokens, 2: 4 tokens, 1: 4 tokens"
+
+
 def test_a_response_that_is_cut_or_lengthened_by_others_keeps_what_is_known():
     spans = [["1", 3], ["2", 2]]
     assert version_spans.fitted(spans, 4) == [["1", 3], ["2", 1]]

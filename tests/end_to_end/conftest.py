@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from slimrl.cluster.ray_environment import prepare_ray_environment
 from tests.end_to_end.harness import ROOT
 
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
 prepare_ray_environment()  # Ray reads its access token when it is imported
 
 

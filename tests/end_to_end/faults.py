@@ -14,7 +14,7 @@ from slimrl.data.sample import Sample
 from slimrl.observability.dump import load_rollout
 from tests.end_to_end import harness
 
-TARGETS = {"server": "slimrl.sglang.cpu", "scheduler": "sglang::scheduler", "router": "sglang_router"}
+TARGETS = {"server": "slimrl.sglang.cpu", "scheduler": "sglang::scheduler", "router": "sglang.entry router"}
 
 
 @dataclasses.dataclass(frozen=True)

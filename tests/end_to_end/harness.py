@@ -115,8 +115,16 @@ def wait_until_gone(mark: str, timeout: float = 20.0) -> list[str]:
     return [str(process) for process in left]
 
 
-def start(entry: str, flags: list[str], folder: Path, run_name: str, home: Path) -> Started:
-    """Starts `python <entry> <flags>` in `folder`."""
+def start(
+    entry: str,
+    flags: list[str],
+    folder: Path,
+    run_name: str,
+    home: Path,
+    *,
+    environment: dict[str, str] | None = None,
+) -> Started:
+    """Starts `python <entry> <flags>` in `folder`, with `environment` on top of a bare one."""
     return launch(
         [sys.executable, str(ROOT / entry), *flags, "--run-name", run_name],
         log=folder / f"{run_name}-{uuid.uuid4().hex[:6]}.out",
@@ -124,6 +132,7 @@ def start(entry: str, flags: list[str], folder: Path, run_name: str, home: Path)
         cwd=folder,
         path="/usr/local/bin:/usr/bin:/bin",
         home=home,
+        more=environment,
     )
 
 
@@ -153,6 +162,19 @@ def launch(
             start_new_session=True,
         )
     return Started(process, mark, run_dir, log, temporary, time.monotonic(), before)
+
+
+def places_of(text: str, *folders: Path) -> list[str]:
+    """Where others could read `text`: files below `folders`, and command lines of living processes."""
+    found = []
+    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        with contextlib.suppress(OSError):
+            found += [str(path)] if text.encode() in path.read_bytes() else []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            line = " ".join(process.cmdline())
+            found += [f"{process.pid}: {line}"] if text in line else []
+    return found
 
 
 def shared_memory() -> set[str]:

@@ -119,8 +119,8 @@ def test_every_token_was_drawn_by_the_weights_that_its_span_names(run, tiny):
         for version, count in sample.version_spans:
             end = start + count
             assert (scores[version][start:end] - own[start:end]).abs().max() < 1e-4
-            for other in scores.keys() - {version}:  # the weights differ by far more than that
-                assert count < 3 or (scores[other][start:end] - own[start:end]).abs().max() > 1e-3
+            for other in scores.keys() - {version}:  # one step of random rewards moves them by several times that
+                assert count < 3 or (scores[other][start:end] - own[start:end]).abs().max() > 3e-4
             start = end
 
 

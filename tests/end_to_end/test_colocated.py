@@ -1,12 +1,16 @@
 """Training and generation on the same slots: on-policy truth, determinism, resume, replay, export, a clean end."""
 
 import json
+import shutil
+import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from slimrl.observability.dump import read_dump
-from tests.end_to_end import checkpoints, harness, serving
+from tests.end_to_end import attempts, checkpoints, harness, serving
 from tests.observability.trace_format import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -37,13 +41,23 @@ def colocated(tiny, folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
-    """A run of STEPS rollouts, never interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    done = harness.start("train.py", colocated(tiny, folder), folder, "whole", tiny.home).finish(200)
+def whole(tiny):
+    """A run of STEPS rollouts, never interrupted; strangers try what they can while it lives."""
+    folder = Path(tempfile.mkdtemp(prefix="slimrl-whole-"))  # those of pytest are closed to others already
+    run = harness.start("train.py", colocated(tiny, folder), folder, "whole", tiny.home)
+    for opened in (folder, run.temporary):
+        opened.chmod(0o755)
+    run.wait_for_line("step 1", 150)
+    run.process.send_signal(signal.SIGSTOP)  # or it is over before everything was tried
+    try:
+        tried = attempts.try_everything(run, folder) if attempts.IS_ROOT else None
+    finally:
+        run.process.send_signal(signal.SIGCONT)
+    done = run.finish(200)
     assert done.code == 0, done.output[-6000:]
-    done.folder = folder
-    return done
+    done.folder, done.attempts = folder, tried
+    yield done
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -333,3 +347,40 @@ def test_the_trained_model_answers_a_chat_like_transformers(tiny, whole, tmp_pat
         answers = [serving.chat(url, question) for question in questions]
     assert answers == [serving.greedy(folder, question) for question in questions]
     assert answers[0].startswith("\\boxed{")
+
+
+# -- without a login -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tried(whole):
+    if whole.attempts is None:
+        pytest.skip("only root becomes another user")
+    assert whole.attempts.answers  # with the key everybody answers
+    assert set(whole.attempts.answers.values()) == {200}
+    return whole.attempts
+
+
+def test_another_user_reads_and_writes_nothing_of_a_run(tried):
+    assert tried.read == []
+    assert tried.written == []
+
+
+def test_another_user_calls_nothing_of_a_run(tried):
+    assert tried.called == []
+    assert not tried.executed
+    assert tried.ray_answer == "UNAUTHENTICATED"
+    (metrics,) = tried.metrics  # numbers alone: of requests and their lengths
+    assert all(line.startswith(("# ", "smg_")) for line in metrics.splitlines() if line)
+
+
+def test_another_machine_reaches_nothing_of_a_run(tried):
+    assert {one.ip for one in tried.listeners} == {"127.0.0.1"}
+    if tried.reached is None:
+        pytest.skip("this machine cannot be given a second network")
+    assert tried.control_reached
+    assert tried.reached == []
+
+
+def test_the_key_of_a_run_stands_in_no_command_line_and_in_no_file(tried):
+    assert tried.key_seen == []

@@ -32,17 +32,20 @@ def test_every_mistake_is_reported_at_once_before_anything_starts(tmp_path):
     [
         ("slimrl.cluster.rank_process", "train.py", "train worker rank 0"),
         ("sglang::scheduler", "train.py", "SGLang server"),
-        ("sglang_router", "train_async.py", "SGLang router"),
+        ("sglang.entry router", "train_async.py", "SGLang router"),
         ("ray::RolloutManager", "train.py", "rollout manager"),
     ],
     ids=["rank", "server", "router", "manager"],
 )
 def test_a_killed_process_ends_the_job_within_a_minute_by_name(command, entry, named, tiny, tmp_path):
-    started = harness.start(entry, tiny.flags(**SPLIT), tmp_path, "killed", tiny.home)
+    started = harness.start(entry, tiny.flags(**SPLIT, watchdog_report_seconds=2), tmp_path, "killed", tiny.home)
     started.wait_for_line("step 1 |", 150)
     victim = started.processes(command)[0]
     if "guardian.py" in " ".join(victim.cmdline()):  # it stands above what it guards, and names it
         victim = victim.children()[0]
+    if named == "SGLang server":  # one that hangs is named first, whoever waits for it
+        victim.send_signal(signal.SIGSTOP)
+        started.wait_for_line(f"has stopped processes: {victim.name()} ({victim.pid}) (SIGSTOP or a debugger", 60)
     victim.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     done = started.finish(60)
@@ -62,10 +65,11 @@ def test_a_killed_process_ends_the_job_within_a_minute_by_name(command, entry, n
     [
         ("step 1 |", [signal.SIGINT], {130}),
         ("step 1 |", [signal.SIGTERM], {143}),
+        ("step 1 |", [signal.SIGHUP], {129}),
         # Python looks at signals between two steps of its own: of several that came meanwhile the lowest goes first
         ("train workers and", [signal.SIGTERM, signal.SIGINT], {143, 130}),
     ],
-    ids=["interrupted", "terminated", "starting"],
+    ids=["interrupted", "terminated", "hung up", "starting"],
 )
 def test_interrupting_ends_everything(line, signals, codes, tiny, tmp_path):
     flags = tiny.flags(colocate=True, actor_num_gpus_per_node=1, num_rollout=5000, save=tmp_path / "checkpoints")

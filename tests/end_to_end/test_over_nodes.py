@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,7 +21,13 @@ NODES = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "num_gpus_per_node"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two Ray nodes with one slot each."""
-    with tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # where Cluster writes its address, without making the folder
+        patch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
         cluster = Cluster()
         try:
             for _ in range(2):

@@ -1,10 +1,16 @@
 """Training and generation on slots of their own: broadcast weights, and one step ahead."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
+from slimrl.observability.dump import read_dump
 from tests.end_to_end import harness, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SLIME_STYLE = Path(__file__).parents[1] / "compatibility/slime_style"
 SPLIT = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "tensor_model_parallel_size": 2}
 
 
@@ -60,8 +66,41 @@ def test_weights_are_pushed_after_every_second_rollout_of_one_epoch_and_saved_at
     # 40 prompts in rollouts of 8 are 5 rollouts
     changes = {"num_rollout": None, "num_epoch": 1, "prompt_data": f"{tiny.folder / 'train.jsonl'}@[0:40]"}
     folder = tmp_path / "checkpoints"
+    changes |= functions_written_for_slime(tmp_path)
     done = finish("train_async.py", tiny, tmp_path, update_weights_interval=2, save=folder, **changes)
     assert done.steps("step") == [0, 1, 2, 3, 4]
     # rollout n + 1 starts before rollout n is trained; pushes come after rollouts 1 and 3
     assert done.steps("weight_version") == ["0", "0", "0", "2", "2"]
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert_functions_written_for_slime_took_part(done, tmp_path)
+
+
+def functions_written_for_slime(folder):
+    """An agent, its reward and a correction of the loss that import slime, in the folder of the run."""
+    for module in SLIME_STYLE.glob("*.py"):
+        shutil.copy(module, folder)
+    own = {"most_calls_that_count": 1, "bound_low": 0.5, "bound_high": 2.0}
+    (folder / "own.yaml").write_text(json.dumps({"custom": own}))
+    return {
+        "custom_config_path": folder / "own.yaml",
+        "custom_generate_function_path": "tool_agent.generate",
+        "custom_rm_path": "tool_agent.reward_func",
+        "use_tis": True,
+        "custom_tis_function_path": "mismatch.bounded_weights",
+        "save_debug_rollout_data": folder / "dumps/{rollout_id}.jsonl",
+    }
+
+
+def assert_functions_written_for_slime_took_part(done, folder):
+    first, *later = done.summary["steps"]
+    # of the very weights and tokens: what the agent put together is what the servers drew
+    assert first["train_rollout_logprob_abs_diff_max"] < 1e-3 and first["mis_ratio"] == pytest.approx(1.0, abs=1e-4)
+    # what remains after the correction, of weights that are up to three updates old
+    assert all(0 < step["mis_ratio"] <= 2 and abs(step["mis_ratio"] - 1) > 1e-4 for step in later[1:])
+    samples = read_dump(folder / "dumps/0.jsonl").samples
+    assert {sample.weight_versions[0] for sample in samples} == {"0"}
+    called = [sample for sample in samples if 0 in sample.loss_mask]
+    assert len(called) > 8 and {round(sample.reward, 1) for sample in called} <= {-0.9, 1.1}
+    for sample in called:
+        said = [value for value, trained in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not trained]
+        assert set(said) == {0.0} and ")" in sample.response

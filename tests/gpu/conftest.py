@@ -1,39 +1,51 @@
-"""What every check of this folder needs: GPUs, counted. Without one each check is skipped before any fixture runs.
+"""What each check of this folder needs of a machine; where something is missing, it is skipped and the reason names it.
 
-The whole suite may run anywhere: a machine without GPUs leaves these out by itself and prints why.
+Every test says it with `needs`, before any fixture runs. The whole suite may run anywhere: a machine without GPUs
+leaves these tests out by itself and prints why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-NO_GPU = "torch.cuda.is_available() is false: this check needs a GPU"
+# packages that are of no use without another one
+PARTS = {"transformer_engine": ("transformer_engine", "transformer_engine_torch")}
+
+
+def needs(*packages: str, gpus: int = 1) -> pytest.MarkDecorator:
+    """Marks a test, a parameter or a module (`pytestmark`); what marks at several places ask for adds up.
+
+    `packages` are names as in `import`: transformer_engine, sglang, ray, ...
+    """
+    return pytest.mark.needs(*packages, gpus=gpus)
+
+
+def missing(marks: Sequence[pytest.Mark], *, present: int, installed: Callable[[str], bool]) -> str | None:
+    """What a check with these marks of `needs` lacks where there are `present` GPUs; None where it can run.
+
+    Raises UsageError without any mark: every check says what it needs.
+    """
+    if not marks:
+        raise pytest.UsageError("a check for GPUs does not say what it needs: mark it with tests.gpu.conftest.needs")
+    gpus = max(mark.kwargs["gpus"] for mark in marks)
+    packages = sorted({part for mark in marks for name in mark.args for part in PARTS.get(name, (name,))})
+    lacking = [] if gpus <= present else [f"{gpus} GPU{'s' * (gpus > 1)} (torch sees {present or 'none'})"]
+    lacking += [f"the package {name}" for name in packages if not installed(name)]
+    return f"this check needs {' and '.join(lacking)}" if lacking else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the checks of this folder; `items` are those of the whole run."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.path.is_relative_to(Path(__file__).parent):
-                item.add_marker(pytest.mark.skip(reason=NO_GPU))
-
-
-@pytest.fixture(scope="session")
-def gpus() -> int:
-    """How many GPUs this machine has, at least one."""
-    return torch.cuda.device_count()
-
-
-@pytest.fixture
-def need_gpus(gpus: int) -> Callable[[int], None]:
-    """`need_gpus(4)` skips the test where the machine has fewer than four."""
-
-    def need(count: int) -> None:
-        if gpus < count:
-            pytest.skip(f"this check needs {count} GPUs and the machine has {gpus}")
-
-    return need
+    """Skips the checks of this folder that cannot run here; `items` are those of the whole run."""
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    installed = functools.cache(lambda name: importlib.util.find_spec(name) is not None)
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            reason = missing(list(item.iter_markers("needs")), present=present, installed=installed)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))

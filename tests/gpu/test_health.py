@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from slimrl import platform
+from tests.gpu.conftest import needs
+
+pytestmark = needs()
 
 
 def test_device_memory_counts_what_this_process_holds():

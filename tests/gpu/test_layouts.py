@@ -6,25 +6,22 @@ catalogue of layouts is the same. A layout is skipped where the machine has fewe
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
+from tests.gpu.conftest import needs
 from tests.megatron import layouts
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import EP2, ETP2, SPREAD, TP2_SP, Layout, full, selective
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs()]
 
 LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
 FLASH = ENGINE | {"attention_backend": "flash"}
 GROUPED = ENGINE | {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 FP32 = 1e-4  # sums of kernels that divide them as the GPU likes; measured on CPU below 1e-5
-CASES = [(name, kind) for name, layout in layouts.LAYOUTS.items() for kind in layout.kinds]
-IDS = [f"{name}, {kind}" for name, kind in CASES]
-NO_ENGINE = "Transformer Engine is not installed"
 # what gloo, or a machine without the kernels, cannot do: the package that it needs, and the layout
 ONLY_ON_GPUS = {
     "EP2 with experts cut in two": (None, Layout(4, EP2 | ETP2, kinds=layouts.EXPERTS)),
@@ -35,6 +32,9 @@ ONLY_ON_GPUS = {
     ),
     "gradients added in the matrix product": (
         "fused_weight_gradient_mlp_cuda", Layout(1, LOCAL | {"gradient_accumulation_fusion": True}),
+    ),
+    "gradients added beside the matrix product": (
+        "transformer_engine", Layout(1, ENGINE | {"gradient_accumulation_fusion": False}),
     ),
     "CP2 by all-gather": ("transformer_engine", Layout(2, ENGINE | {"context_parallel_size": 2,
                                                                    "cp_comm_type": ["all_gather"]})),
@@ -52,8 +52,29 @@ ONLY_ON_GPUS = {
 }  # fmt: skip
 
 
-def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+# experts one after another and all in one grouped product, which only Transformer Engine has: without it the flag
+# changes nothing
+ROUTED = [
+    ("local", False, "1 rank"),
+    ("local", True, "1 rank"),
+    ("transformer_engine", False, "1 rank"),
+    ("transformer_engine", True, "1 rank"),
+    ("local", False, "EP2"),
+    ("transformer_engine", True, "EP2"),
+]
+
+
+def case(name: str, layout: Layout, kind: str, package: str | None = None) -> Any:
+    """The parameters `name` and `kind` of a test, with what they need."""
+    return pytest.param(
+        name, kind, marks=needs(*([package] if package else []), gpus=layout.ranks), id=f"{name}, {kind}"
+    )
+
+
+CATALOGUE = [case(name, layout, kind) for name, layout in layouts.LAYOUTS.items() for kind in layout.kinds]
+OTHERS = [
+    case(name, layout, kind, package) for name, (package, layout) in ONLY_ON_GPUS.items() for kind in layout.kinds
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,41 +95,53 @@ def measured(models: layouts.Models, layout: Layout, kind: str, settings: Any, *
     return found
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=IDS)
-def test_every_layout_trains_in_float32_as_plain_autograd_does(name: str, kind: str, models: Any, need_gpus: Any):
-    layout = layouts.LAYOUTS[name]
-    need_gpus(layout.ranks)
-    if "layernorm" in name and not installed("transformer_engine"):
-        pytest.skip(NO_ENGINE)
-    found = measured(models, layout, kind, layouts.SETTINGS, **LOCAL)
+@pytest.mark.parametrize(("name", "kind"), CATALOGUE)
+def test_every_layout_trains_in_float32_as_plain_autograd_does(name: str, kind: str, models: Any):
+    found = measured(models, layouts.LAYOUTS[name], kind, layouts.SETTINGS, **LOCAL)
     assert max(found.loss, found.grad_norm, found.weights) < FP32
 
 
-@pytest.mark.skipif(not installed("transformer_engine"), reason=NO_ENGINE)
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=IDS)
+@needs("transformer_engine")
+@pytest.mark.parametrize(("name", "kind"), CATALOGUE)
 def test_every_layout_with_transformer_engine_and_flash_attention_stays_within_the_bound_of_bfloat16(
-    name: str, kind: str, models: Any, need_gpus: Any
+    name: str, kind: str, models: Any
 ):
-    layout = layouts.LAYOUTS[name]
-    need_gpus(layout.ranks)
     # flash attention takes queries and values of one width only, which latent attention has not
-    found = measured(models, layout, kind, layouts.BF16, **(ENGINE if kind == "MLA" else FLASH))
+    found = measured(models, layouts.LAYOUTS[name], kind, layouts.BF16, **(ENGINE if kind == "MLA" else FLASH))
     assert layouts.within_bf16(found, kind), found
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name, (_, layout) in ONLY_ON_GPUS.items() for kind in layout.kinds]
-)
-def test_what_a_cpu_cannot_do_stays_within_the_bound_of_bfloat16(name: str, kind: str, models: Any, need_gpus: Any):
-    package, layout = ONLY_ON_GPUS[name]
-    need_gpus(layout.ranks)
-    if package is not None and not installed(package):
-        pytest.skip(f"{package} is not installed")
+@pytest.mark.parametrize(("name", "kind"), OTHERS)
+def test_what_a_cpu_cannot_do_stays_within_the_bound_of_bfloat16(name: str, kind: str, models: Any):
+    _, layout = ONLY_ON_GPUS[name]
     found = measured(models, layout, kind, layouts.BF16)
     assert layouts.within_bf16(found, kind), found
 
 
-@pytest.mark.skipif(not installed("transformer_engine"), reason=NO_ENGINE)
+@pytest.mark.parametrize("kind", layouts.EXPERTS)
+@pytest.mark.parametrize(
+    ("implementation", "grouped", "name"),
+    [
+        pytest.param(
+            implementation,
+            grouped,
+            name,
+            marks=needs(
+                *(["transformer_engine"] if implementation != "local" else []), gpus=layouts.LAYOUTS[name].ranks
+            ),
+        )
+        for implementation, grouped, name in ROUTED
+    ],
+)
+def test_experts_train_in_bfloat16_with_and_without_transformer_engine(
+    implementation: str, grouped: bool, name: str, kind: str, models: Any
+):
+    flags = {"transformer_impl": implementation, "moe_grouped_gemm": grouped}
+    found = measured(models, layouts.LAYOUTS[name], kind, layouts.BF16, **flags)
+    assert layouts.within_bf16(found, kind), found
+
+
+@needs("transformer_engine")
 @pytest.mark.parametrize("kind", ["dense", "MoE"])  # widths of latent attention do not divide by 16, as fp8 needs
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_matrix_products_in_fp8_train_near_the_truth(recipe: str, kind: str, models: Any):

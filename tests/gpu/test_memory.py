@@ -12,10 +12,11 @@ from slimrl.algorithms.log_probs import vocab_parallel_log_probs
 from slimrl.algorithms.output_log_probs import output_log_probs
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
+from tests.gpu.conftest import needs
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs()]
 
 TOKENS, WIDTH, VOCAB = 4096, 1024, 37984
 SHAPE: dict[str, Any] = dict(

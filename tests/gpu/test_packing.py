@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
+from tests.gpu.conftest import needs
 from tests.megatron import tiny
 from tests.megatron.launch import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs()]
 
 # Multiples of four, as two context-parallel ranks need them; a piece of the longest is masked in two blocks.
 LENGTHS = [12, 2080, 4, 300, 64]
 # |difference| / |expected| of logits and of gradients: rounding of float32, and of bfloat16 over two layers.
 IMPLEMENTATIONS = {"local": ({}, 1e-5), "transformer_engine": ({"bf16": True}, 2e-2)}
+EACH = ["local", pytest.param("transformer_engine", marks=needs("transformer_engine"))]
 
 
 def logits_and_gradient(
@@ -43,7 +42,7 @@ def logits_and_gradient(
         rows = held_rows(lengths, rank, world_size)
         tokens = torch.cat([samples[number] for number in pack])[rows].to(state.device)
         weight = torch.cat([weights[number] for number in pack])[rows].to(state.device)
-        sequences = packed_sequences(lengths, world_size, state.device)
+        sequences = packed_sequences(lengths, world_size, state.device, rank=rank)
         logits = built(tokens.unsqueeze(0), None, None, packed_seq_params=sequences)[0].float()
         (logits * weight).sum().backward()
         results.append(logits.detach())
@@ -61,14 +60,12 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 def flags(implementation: str, **changes: object) -> tuple[Arguments, float]:
     """A tiny model with long positions, and the bound of its arithmetic."""
-    if importlib.util.find_spec(implementation) is None and implementation == "transformer_engine":
-        pytest.skip("Transformer Engine is not installed")
     numbers, bound = IMPLEMENTATIONS[implementation]
     common = {"transformer_impl": implementation, "max_position_embeddings": 4096}
     return tiny.tiny_args(**common, **numbers, **changes), bound
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EACH)
 def test_a_pack_gives_the_logits_and_gradients_of_its_samples_alone(implementation: str):
     args, bound = flags(implementation)
     everything = list(range(len(LENGTHS)))
@@ -78,11 +75,11 @@ def test_a_pack_gives_the_logits_and_gradients_of_its_samples_alone(implementati
     assert relative(packed_gradient, alone_gradient) < bound
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_two_ranks_that_share_a_pack_give_what_one_gives(implementation: str, need_gpus: Callable[[int], None]):
+@needs(gpus=2)
+@pytest.mark.parametrize("implementation", EACH)
+def test_two_ranks_that_share_a_pack_give_what_one_gives(implementation: str):
     from slimrl.megatron.zigzag import held_rows
 
-    need_gpus(2)
     args, bound = flags(implementation)
     shared_args, _ = flags(implementation, context_parallel_size=2)
     everything = list(range(len(LENGTHS)))
@@ -104,7 +101,7 @@ def test_attention_never_waits_for_the_device():
     )
     attention = PackedCoreAttention(config, 1, AttnMaskType.causal, "self")
     device = torch.device("cuda")
-    sequences = packed_sequences(torch.tensor(LENGTHS), 1, device)
+    sequences = packed_sequences(torch.tensor(LENGTHS), 1, device, rank=0)
     query, key, value = (torch.randn(sum(LENGTHS), heads, 64, device=device, requires_grad=True) for heads in (4, 2, 2))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

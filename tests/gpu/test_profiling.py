@@ -11,6 +11,9 @@ import torch
 from slimrl.arguments import Arguments
 from slimrl.megatron.memory_history import MemoryHistory
 from slimrl.megatron.profiler import ACTOR, PartProfiler
+from tests.gpu.conftest import needs
+
+pytestmark = needs()
 
 
 def test_a_profile_holds_kernels(tmp_path):

@@ -9,25 +9,29 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.cluster.launch import Launch
 from slimrl.cluster.reward_server import RewardServers
-from slimrl.cluster.session import ray_session, worker_environment
+from slimrl.cluster.session import ray_session
 from slimrl.cluster.slots import SlotPlan, Slots
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from tests.gpu.conftest import needs
 from tests.reward_models import logits, write_reward_model
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
 
+pytestmark = [pytest.mark.slow, needs("ray", "sglang")]
+
 
 @pytest.mark.timeout(600)
-def test_servers_on_gpus_in_bfloat16_give_transformers_logits(gpus: int, tmp_path: Path, tokenizer: Any):  # noqa: F811
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs(gpus=2))])
+def test_servers_on_gpus_in_bfloat16_give_transformers_logits(count: int, tmp_path: Path, tokenizer: Any):  # noqa: F811
     model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen3")
-    count = min(gpus, 2)
     args = Arguments(
         rm_type="reward_model",
         rm_model=str(model),
         hf_checkpoint=str(model),
         run_dir=str(tmp_path / "run"),
-        rm_server_options={"dtype": "bfloat16", "mem_fraction_static": 0.2},
+        rm_server_options={"dtype": "bfloat16", "mem_fraction_static": 0.2, "attention_backend": "triton"},
     )
     samples = [Sample(prompt=f"{i}+{i}=", index=i, response=f"it is {'very ' * i}clear: {2 * i}") for i in range(8)]
     read = [
@@ -39,7 +43,7 @@ def test_servers_on_gpus_in_bfloat16_give_transformers_logits(gpus: int, tmp_pat
 
     async def run() -> list[float]:
         slots = Slots(SlotPlan(count, range(0), range(0), 1, range(count), 1))
-        servers = await RewardServers.start(args, slots, worker_environment({}))
+        servers = await RewardServers.start(args, slots, Launch.of_run(args))
         scorer = RewardScorer(servers.reachable(args))
         try:
             return await asyncio.gather(*(scorer.score(one, RewardRule(None, "reward_model")) for one in samples))

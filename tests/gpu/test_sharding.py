@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import torch
 
 from slimrl.arguments import Arguments
 from slimrl.data.batch import RolloutBatch
+from tests.gpu.conftest import needs
 from tests.megatron import ranks, test_freeze, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.test_master_weights import HALF, ON_HOST
 from tests.megatron.test_sharding import ROLLOUTS, SPREAD, ZERO3, fsdp, relative_error, told, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs()]
 
 
 @pytest.fixture
@@ -25,11 +25,9 @@ def model(tmp_path: Path) -> dict[str, Any]:
     return {"load": folder, "ref_load": folder, "use_kl_loss": True, "kl_loss_coef": 0.05}
 
 
+@needs(gpus=2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_megatron_fsdp_over_nccl_trains_as_the_distributed_optimizer(
-    strategy: str, model: dict[str, Any], need_gpus: Callable[[int], None]
-):
-    need_gpus(2)
+def test_megatron_fsdp_over_nccl_trains_as_the_distributed_optimizer(strategy: str, model: dict[str, Any]):
     with RankPool(2) as pool:
         spread = pool.run(train, tiny.tiny_args(**model, **SPREAD), ROLLOUTS, 2)[0]
         shared = pool.run(train, tiny.tiny_args(**model, **fsdp(strategy)), ROLLOUTS, 2)[0]
@@ -37,8 +35,8 @@ def test_megatron_fsdp_over_nccl_trains_as_the_distributed_optimizer(
     assert relative_error(shared.weights, spread.weights) < 1e-4
 
 
-def test_megatron_fsdp_resumes_on_gpus(model: dict[str, Any], need_gpus: Callable[[int], None], tmp_path: Path):
-    need_gpus(2)
+@needs(gpus=2)
+def test_megatron_fsdp_resumes_on_gpus(model: dict[str, Any], tmp_path: Path):
     args = tiny.tiny_args(**model, **ZERO3, bf16=True)
     with RankPool(2) as pool:
         whole = pool.run(train, args, ROLLOUTS, 2)[0]

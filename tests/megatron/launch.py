@@ -7,8 +7,10 @@ imported the heavy packages once, so that a call costs little more than its own 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import socket
@@ -17,11 +19,15 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
+from unittest import mock
 
 # imported by the server; none of them starts a thread
-_HEAVY = ["slimrl.megatron.trainer", "slimrl.weights.sync", "transformers"]
+PRELOADED = ["slimrl.megatron.trainer", "slimrl.weights.sync", "transformers"]
+# Of the server alone. Some of these modules ask torch for GPUs while they are imported, and torch answers by
+# initialising CUDA, which no fork of that process can do again, unless it is told to ask NVML.
+SERVER_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def free_port() -> int:
@@ -36,7 +42,7 @@ class RankPool:
 
     def __init__(self, world_size: int):
         self.world_size = world_size
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[ForkServerProcess | SpawnProcess] = []
         self._connections: list[Connection] = []
 
     def __enter__(self) -> RankPool:
@@ -60,7 +66,7 @@ class RankPool:
                 self.kill()
 
     def _start(self, function: Callable[..., Any], init_method: str, arguments: tuple[Any, ...]) -> None:
-        context = _server()
+        context = _context()
         # Plain pickle: multiprocessing's own would hand tensors over as handles into memory of a process that ends.
         call = pickle.dumps((function, init_method, arguments))
         for rank in range(self.world_size):
@@ -105,17 +111,51 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         return pool.run(function, *arguments, timeout_s=timeout_s)
 
 
+def _context() -> ForkServerContext | SpawnContext:
+    """Where ranks come from: forks of the server, or processes that import everything themselves."""
+    return _server() if _forks_can_use_cuda() else multiprocessing.get_context("spawn")
+
+
 def _server() -> ForkServerContext:
     """The server that ranks are forked off; it starts with the first rank and ends with this process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_HEAVY)
+    context.set_forkserver_preload(PRELOADED)
     # Set here, because OpenMP reads it while the server imports torch, before any of our code runs there.
     os.environ["OMP_NUM_THREADS"] = "1"
+    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
     return context
+
+
+@functools.cache
+def _forks_can_use_cuda() -> bool:
+    """False where the server initialised CUDA all the same.
+
+    Transformer Engine does where flash-attn is installed too: it asks the device for its capability. And torch falls
+    back to CUDA where NVML cannot count, as with MIG devices.
+    """
+    context = _server()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tell_of_cuda, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    with ours:
+        usable = ours.recv()
+    process.join()
+    return usable
+
+
+def _tell_of_cuda(connection: Connection) -> None:
+    import torch
+
+    connection.send(not torch.cuda._is_in_bad_fork())
+    connection.close()
 
 
 def _work(rank: int, world_size: int, connection: Connection, call: bytes) -> None:
     """Answer one call."""
+    for name in SERVER_ENVIRONMENT:
+        os.environ.pop(name, None)
     try:
         function, init_method, arguments = pickle.loads(call)
         answer = (True, function(rank, world_size, init_method, *arguments))

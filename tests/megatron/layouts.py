@@ -111,7 +111,7 @@ TWO_RANKS = {
     "EP2": Layout(2, EP2, kinds=EXPERTS),
     "EP2, recompute moe": Layout(2, EP2 | selective("moe"), kinds=EXPERTS),
     "EP2, distributed optimizer, overlapped": Layout(2, EP2 | OVERLAP, kinds=EXPERTS),
-    "EP2 TP2 SP": Layout(2, EP2 | TP2_SP, kinds=EXPERTS),
+    "EP2 TP2 SP, deterministic": Layout(2, EP2 | TP2_SP | {"deterministic_mode": True}, kinds=EXPERTS),
     "ETP2 TP2 SP (experts cut)": Layout(2, ETP2, kinds=EXPERTS),
     "EP2 CP2": Layout(2, EP2 | CP2, kinds=EXPERTS),
 }

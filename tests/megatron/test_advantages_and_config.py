@@ -86,6 +86,41 @@ def test_what_needs_transformer_engine_is_refused_without_it():
         block_spec(transformer_config(tiny.tiny_args(normalization="LayerNorm")))
 
 
+# cuda, Transformer Engine -> layers without --transformer-impl; Apex -> gradients are added in the product
+LAYERS_AND_FUSION = {
+    (False, False): ("local", {False: False, True: False}),
+    (False, True): ("local", {False: False, True: False}),
+    (True, False): ("local", {False: False, True: True}),
+    (True, True): ("transformer_engine", {False: True, True: True}),
+}
+
+
+@pytest.mark.parametrize("apex", [False, True])
+@pytest.mark.parametrize("machine", LAYERS_AND_FUSION)
+def test_the_machine_decides_about_layers_and_the_fusion_of_gradients(
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[bool, bool], apex: bool
+):
+    from slimrl.megatron import config
+
+    cuda, engine = machine
+    layers, fused = LAYERS_AND_FUSION[machine]
+    assert config.choose_transformer_impl(None, cuda=cuda, transformer_engine=engine) == layers
+    assert config.choose_transformer_impl("local", cuda=cuda, transformer_engine=engine) == "local"
+    assert config.fuses_weight_gradients(True, layers, cuda=cuda, apex=apex, fsdp=False) is fused[apex]
+    assert not config.fuses_weight_gradients(True, layers, cuda=cuda, apex=apex, fsdp=True)
+    assert config.fuses_weight_gradients(True, "local", cuda=cuda, apex=apex, fsdp=False) is (cuda and apex)
+    assert not config.fuses_weight_gradients(False, layers, cuda=cuda, apex=apex, fsdp=False)
+    monkeypatch.setattr(config, "is_cpu", lambda: not cuda)
+    monkeypatch.setattr(config, "transformer_engine_installed", lambda: engine)
+    monkeypatch.setattr(config, "apex_installed", lambda: apex)
+    built = config.transformer_config(tiny.tiny_args(apply_rope_fusion=False))
+    assert (built.transformer_impl, built.gradient_accumulation_fusion) == (layers, fused[apex])
+    sharded = config.transformer_config(tiny.tiny_args(apply_rope_fusion=False, use_megatron_fsdp=True))
+    assert not sharded.gradient_accumulation_fusion
+    wanted = tiny.tiny_args(apply_rope_fusion=False, gradient_accumulation_fusion=False)
+    assert not config.transformer_config(wanted).gradient_accumulation_fusion
+
+
 def test_no_clipping_still_reports_the_gradient_norm():
     from slimrl.megatron.config import optimizer_config
 

@@ -65,7 +65,7 @@ def test_lengths_known_to_the_host_are_not_asked_of_the_device(attention: torch.
     from slimrl.megatron.sequences import packed_sequences
 
     nowhere = torch.device("meta")  # has no values: whoever asks for one fails
-    sequences = packed_sequences(torch.tensor([4, 1, 6]), 1, nowhere)
+    sequences = packed_sequences(torch.tensor([4, 1, 6]), 1, nowhere, rank=0)
     query, key = (torch.empty(TOKENS, heads, CHANNELS, device=nowhere) for heads in (HEADS, GROUPS))
     assert attention(query, key, key, None, packed_seq_params=sequences).shape == (TOKENS, HEADS * CHANNELS)
 

@@ -35,7 +35,7 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
     rows = held_rows(torch.tensor(LENGTHS), rank, world_size)
     *inputs, weight = (column[rows] for column in columns)
     inputs = [column.requires_grad_() for column in inputs]
-    params = packed_sequences(torch.tensor(LENGTHS), world_size, torch.device("cpu"))
+    params = packed_sequences(torch.tensor(LENGTHS), world_size, torch.device("cpu"), rank=rank)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ CHECKED = {
     "EP2": EXPERTS,
     "EP2, recompute moe": MLA,
     "EP2, distributed optimizer, overlapped": MOE,
-    "EP2 TP2 SP": EXPERTS,
+    "EP2 TP2 SP, deterministic": EXPERTS,
     "ETP2 TP2 SP (experts cut)": EXPERTS,
     "EP2 CP2": MOE,
     "TP2 SP PP2": DENSE,

@@ -157,6 +157,27 @@ def test_the_unbiased_kl_is_multiplied_by_the_ratio():
     assert logged["kl_loss"] == pytest.approx(1.5 * KL / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "slope"), [("k1", 1.0), ("k2", 0.5), ("k3", 1 - math.exp(-0.5))])
+def test_the_gradient_of_the_unbiased_kl_goes_through_the_ratio_too(kind, slope):
+    """d/dx of exp(x - old) k(x) is exp(x - old) (k + k'), with k the estimate at x - ref = 0.5 and k' its slope."""
+    estimate = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 1 + 0.5}[kind]
+    log_probs = torch.tensor([-1.0], requires_grad=True)
+    inputs = PolicyLossInputs(
+        log_probs=log_probs,
+        entropy=torch.zeros(1),
+        old_log_probs=torch.tensor([-1.25]),
+        train_log_probs=torch.tensor([-1.25]),
+        rollout_log_probs=torch.tensor([-1.25]),
+        ref_log_probs=torch.tensor([-1.5]),
+        advantages=torch.zeros(1),
+        loss_mask=torch.ones(1),
+        response_lengths=torch.tensor([1]),
+    )
+    settings = dataclasses.replace(SETTINGS, entropy_coef=0.0, kl_loss_type=kind, unbiased_kl=True)
+    policy_loss_sums(inputs, settings).loss.backward()
+    assert log_probs.grad.item() == pytest.approx(2.0 * math.exp(0.25) * (estimate + slope), rel=1e-6)
+
+
 def test_supervised_training_minimises_the_negative_log_likelihood_of_trained_tokens():
     settings = dataclasses.replace(SETTINGS, supervised=True)
     sums = policy_loss_sums(two_samples(), settings)

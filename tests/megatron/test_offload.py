@@ -27,8 +27,11 @@ KIB = 1024
 class Listener:
     """A backend that writes down what it is told."""
 
-    def __init__(self, name: str, heard: list[str]) -> None:
-        self.name, self.heard = name, heard
+    def __init__(self, name: str, heard: list[str], initialized: bool = True) -> None:
+        self.name, self.heard, self.initialized = name, heard, initialized
+
+    def _is_initialized(self) -> bool:
+        return self.initialized
 
     def suspend(self) -> None:
         self.heard.append(f"suspend {self.name}")
@@ -73,7 +76,7 @@ def test_views_stay_views_of_the_same_memory():
 
 
 def test_memory_larger_than_a_chunk_comes_back_whole(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimrl.megatron.offload.CHUNK_BYTES", KIB)
+    monkeypatch.setattr("slimrl.megatron.pinned_memory.CHUNK_BYTES", KIB)
     values = torch.randn(1000)  # 3 chunks of 1 KiB and one of 928 bytes
     before = values.clone()
     sleeper = memory([values], [], [])
@@ -154,6 +157,19 @@ def test_a_run_that_ends_asleep_gives_communicators_back_first():
     assert heard == ["suspend a", "resume a"]
 
 
+def test_communicators_that_no_collective_has_made_are_left_alone():
+    heard: list[str] = []
+    first, second = Listener("a", heard), Listener("b", heard, initialized=False)
+    communicators = Communicators([first, second])
+    communicators.suspend()
+    second.initialized = True  # between the two calls, which must concern the same communicators
+    communicators.resume()
+    assert heard == ["suspend a", "resume a"]
+    communicators.suspend()
+    communicators.resume()
+    assert heard[2:] == ["suspend a", "suspend b", "resume a", "resume b"]
+
+
 # -- real trainers ---------------------------------------------------------------------------------------------------
 
 
@@ -226,8 +242,8 @@ def _tensor_bytes(trainer: Any) -> int:
         for chunk in one.chunks or ()
     }
     if trainer._reference is not None:
-        for tensor in (*trainer._reference._reference, *trainer._reference._own):
-            aside.add(tensor.untyped_storage().data_ptr())
+        for chunk in trainer._reference._memory._chunks:
+            aside.add(chunk.untyped_storage().data_ptr())
     found = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter):

@@ -29,8 +29,6 @@ def test_activations_of_experts_are_kept_without_grouped_products_and_the_flag_i
     assert "--moe-grouped-gemm" in config.kernels_without_effect(args)
 
 
-def test_norms_are_not_recomputed_on_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(config, "is_cpu", lambda: False)
-    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--recompute-modules layernorm needs Transformer Engine on a machine with"):
-        config.transformer_config(selective("layernorm"))
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_norms_are_recomputed_by_either_kind_of_layers(implementation: str):
+    assert config._recomputed_modules(selective("layernorm"), implementation == "transformer_engine") == ["layernorm"]

@@ -1,5 +1,6 @@
 """Rollout dumps: bit-exact round trip, readable lines, and refusals."""
 
+import dataclasses
 import json
 import math
 import random
@@ -52,10 +53,47 @@ def test_every_line_is_json_for_other_tools(tmp_path):
     assert [sample["response"] for sample in samples] == ["it is [1] …", "it is [2] …", "it is [3] …", "it is [4] …"]
 
 
+def test_a_line_is_the_sample_as_plain_data(tmp_path):
+    @dataclasses.dataclass
+    class Verdict:
+        score: float
+
+    (sample, *_) = make_samples()
+    sample.metadata["verdict"] = Verdict(0.5)
+    sample.scratch = "an attribute of a user's own, which no reader knows"
+    path = save_rollout(str(tmp_path / "{rollout_id}"), 0, [sample])
+    assert json.loads(path.read_text().splitlines()[1]) == json.loads(json.dumps(sample.to_dict()))
+
+
 def test_an_evaluation_has_a_name_of_its_own(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
     assert save_rollout(template, 3, make_samples(), evaluation=True).name == "eval_3.jsonl"
     assert load_rollout(template, 3, evaluation=True).header["evaluation"] is True
+
+
+@pytest.mark.parametrize("form", ["{rollout_id}.jsonl", "r[{rollout_id}]/{rollout_id}.jsonl", "./a//x_{rollout_id}"])
+def test_only_the_newest_rollouts_are_kept_and_likewise_evaluations(tmp_path, form):
+    template = f"{tmp_path}/{form}"
+    other = tmp_path / "notes_7.txt"
+    other.touch()
+    for number in (0, 1, 2, 9, 10):
+        save_rollout(template, number, make_samples()[:1], limit=3)
+    for number in (0, 5, 10, 15):
+        save_rollout(template, number, make_samples()[:1], evaluation=True, limit=3)
+    kept = {path for path in tmp_path.rglob("*") if path.is_file()} - {other}
+    assert kept == {
+        *(dump_path(template, number) for number in (2, 9, 10)),
+        *(dump_path(template, number, evaluation=True) for number in (5, 10, 15)),
+    }
+    assert other.exists()
+
+
+def test_a_resumed_run_deletes_none_that_an_earlier_one_wrote_later(tmp_path):
+    template = str(tmp_path / "{rollout_id}.jsonl")
+    for number in range(6):
+        save_rollout(template, number, make_samples()[:1])
+    save_rollout(template, 3, make_samples()[:1], limit=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3.jsonl", "4.jsonl", "5.jsonl"]
 
 
 def test_a_repeated_rollout_replaces_the_file_and_leaves_no_other(tmp_path):

@@ -123,8 +123,10 @@ def test_whoever_is_asked_for_metrics_is_a_target(tmp_path):
     assert scrape_targets(args, urls, "10.0.0.1", "10.0.0.2") == [
         Target("sglang", "10.0.0.2:20001"),
         Target("sglang", "10.0.0.3:20002"),
-        Target("router", "10.0.0.2:9401"),
+        Target("router", "127.0.0.1:9401"),
     ]
+    args.router_options["prometheus_host"] = "0.0.0.0"
+    assert scrape_targets(args, urls, "10.0.0.1", "10.0.0.2")[-1] == Target("router", "10.0.0.2:9401")
     assert scrape_targets(Arguments(), urls, "10.0.0.1", "10.0.0.2") == []
     with RunLog(tmp_path / "run", versions={}) as log:
         log.announce(scrape_targets(args, urls, "10.0.0.1", "10.0.0.2"))

@@ -29,9 +29,12 @@ def run_dir(tmp_path):
 
 def test_the_report_shows_results_seconds_and_places(run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
-    assert report.main([str(run_dir)]) == 0
+    assert report.main([str(run_dir), "--model", "/models/new"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["run", "demo:", "12", "steps,", "completed"] in lines
+    (verdict,) = [" ".join(line) for line in lines if line[:1] == ["completed:"]]
+    assert verdict.startswith("completed: evaluation addition from 0.438 to 0.938, reward from 0.500 to 0.958, over 12")
+    assert lines[-1][0] == "serve" and lines[-1][-4:] == ["--model-path", "/models/new", "--port", "30000"]
     assert ["evaluation", "addition", "0.438", "0.938"] in lines
     assert ["reward", "of", "the", "rollouts", "(first,", "last)", "0.500", "0.958"] in lines
     assert ["largest", "|train", "-", "rollout", "logprob|", "2.0e-06"] in lines

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.processes import ManagedProcess, ProcessStartError
+from slimrl.processes import ManagedProcess, ProcessStartError, leftovers
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def test_the_child_dies_with_a_killed_guardian(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     assert_gone([child.pid])
     assert process.stop() == -signal.SIGKILL
-    Path(process.last_log_lines().split()[1]).rmdir()  # what only the guardian would have removed
+    leftovers.remove(process.last_log_lines().split()[1])  # what only the guardian would have removed
 
 
 def test_a_guardian_whose_parent_is_gone_already_starts_nothing(tmp_path):
@@ -168,3 +168,22 @@ def test_a_command_that_does_not_exist_is_reported(tmp_path):
     process.start()
     with pytest.raises(ProcessStartError, match="exit code 127.*\n.*cannot run /no/such/program"):
         process.wait_until(lambda: False, timeout_s=20)
+
+
+def test_what_a_killed_guardian_left_goes_with_the_next_start(tmp_path):
+    process = managed(tmp_path, TREE)
+    process.start()
+    pids, folder, memory = tree_of(process.log_path)
+    deadline = time.monotonic() + 20
+    while memory.name not in (folder / leftovers.OWNER).read_text():  # it looks around every second
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for pid in (process.pid, *pids):
+        os.kill(pid, signal.SIGKILL)
+    process.poll()
+    assert_gone(pids)
+    assert memory.exists() and (folder / "left-over").exists()
+    another = managed(tmp_path / "another", "print('here')")
+    another.start()
+    another.stop()
+    assert_gone([], folder, memory)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.prompt_mix import training_prompt_format
 
 relaxed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -172,10 +173,33 @@ def test_an_epoch_counts_only_usable_prompts_where_it_gives_the_run_its_length(m
     assert len(RolloutDataSource(make_args(prompt_data=uneven, num_epoch=1), tokenizer)) == 10
 
 
+def test_prompts_beyond_an_engines_context_are_passed_over_and_the_flag_refuses_them(make_args, uneven, tokenizer):
+    source = RolloutDataSource(make_args(prompt_data=uneven, engine_context_len=7), tokenizer)
+    assert [group[0].label for group in source.get_samples(5)] == [0, 1, 3, 4, 6]
+    assert source.too_long == 2
+    source = RolloutDataSource(make_args(prompt_data=uneven, engine_context_len=7, refuse_long_prompts=True), tokenizer)
+    assert len(source.get_samples(2)) == 2
+    with pytest.raises(ValueError, match=r":3: the prompt has 8 tokens and may have 6 .*--refuse-long-prompts"):
+        source.get_samples(1)
+
+
 def test_data_of_which_nothing_can_be_used_is_refused(make_args, uneven, tokenizer):
     source = RolloutDataSource(make_args(prompt_data=uneven, rollout_max_prompt_len=2), tokenizer)
-    with pytest.raises(ValueError, match="no prompt to train on: 10 of 10 are longer than --rollout-max-prompt-len 2"):
+    with pytest.raises(
+        ValueError, match="no prompt to train on: 10 of 10 are longer than 2 tokens .--rollout-max-prompt"
+    ):
         source.get_samples(1)
+    assert source.epoch == 0  # every row was looked at once
+
+
+@pytest.mark.parametrize(
+    ("custom", "own", "kept"), [(None, False, False), (None, True, True), ("a.b", False, True), ("a.b", True, True)]
+)
+def test_messages_are_kept_where_a_function_of_the_users_may_ask_for_them(make_args, custom, own, kept):
+    given = {"custom_generate_function_path": custom, "rollout_function_path": "a.rollout" if own else None}
+    args = make_args(**{name: value for name, value in given.items() if value is not None})
+    assert args.has_own_rollout_function is own
+    assert training_prompt_format(args).keep_messages is kept
 
 
 @relaxed

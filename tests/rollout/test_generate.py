@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
+from slimrl.hooks import HookFailedError
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.engine import Generation
 from slimrl.rollout.generate import RolloutGenerator
@@ -55,6 +56,16 @@ def reverse_rollout(args, rollout_id, data_source, *, evaluation, generator=None
     from slimrl.rollout.sglang_rollout import generate_rollout
     output = generate_rollout(args, rollout_id, data_source, evaluation=evaluation, generator=generator)
     return output if evaluation else output.groups[::-1]
+
+def twice(args, rollout_id, data_source, *, evaluation, generator=None):
+    return 2 * generator.rollout(rollout_id, data_source).groups
+
+def without_one(args, rollout_id, data_source, *, evaluation, generator=None):
+    first, *others = generator.rollout(rollout_id, data_source).groups
+    return [first[1:], *others]
+
+def half(args, rollout_id, data_source, *, evaluation, generator=None):
+    return generator.rollout(rollout_id, data_source).groups[:2]
 
 def lonely_rollout(args, rollout_id, data_source, *, evaluation):
     from slimrl.rollout.sglang_rollout import generate_rollout
@@ -261,8 +272,10 @@ def test_a_custom_generate_function_replaces_the_engine(roll, hooks):
     assert [one.session_id for one in output.groups[1]] == ["sample-2", "sample-3"]
 
 
-def test_a_custom_generate_function_may_fan_out(roll, hooks):
-    (output,), _, _ = roll(custom_generate_function_path=f"{hooks}.fan_out")
+def test_a_custom_generate_function_may_fan_out_where_a_function_makes_the_rows_to_train_on(roll, hooks):
+    convert = "examples.samples.without_truncated"
+    fan_out = {"custom_generate_function_path": f"{hooks}.fan_out"}
+    (output,), _, _ = roll(**fan_out, custom_convert_samples_to_train_data_path=convert)
     assert [len(group) for group in output.groups] == [4, 4, 4, 4]
     assert [sample.reward for sample in output.groups[0]] == [1.0, 0.0, 1.0, 0.0]
 
@@ -272,7 +285,11 @@ def test_a_custom_generate_function_may_fan_out(roll, hooks):
     [
         ("forgets_its_log_probs", "rollout_log_probs has 2 entries and the response 3 tokens"),
         ("still_pending", "it came back pending: it must be completed or truncated"),
-        ("returns_text", "must return a Sample or a list of them, not \\['text'\\]"),
+        ("returns_text", "must return a Sample .* or a list of them, not builtins.str: \\['text'\\]"),
+        (
+            "fan_out",
+            "fan_out returned 2 samples for one, and a rollout has --rollout-batch-size x --n-samples-per-prom",
+        ),
     ],
 )
 def test_a_custom_generate_function_is_held_to_the_contract(roll, hooks, name, message):
@@ -288,8 +305,29 @@ def test_a_custom_rollout_function_may_build_on_the_built_in_one(roll, hooks):
 def test_a_custom_rollout_function_is_held_to_the_contract(roll, hooks):
     with pytest.raises(TypeError, match="rollout_hooks.empty_rollout returned list: return RolloutOutput"):
         roll(rollout_function_path=f"{hooks}.empty_rollout")
-    with pytest.raises(ValueError, match="take the keyword argument `generator`"):
+    with pytest.raises(
+        HookFailedError, match="lonely_rollout raised ValueError: .*take the keyword argument `generator`"
+    ):
         roll(rollout_function_path=f"{hooks}.lonely_rollout")
+
+
+@pytest.mark.parametrize(("name", "count"), [("twice", 16), ("without_one", 7)])
+def test_a_custom_rollout_function_whose_samples_make_other_steps_is_named(roll, hooks, name, count):
+    with pytest.raises(
+        HookFailedError, match=f"{name} returned {count} samples, and a rollout has at most 8 .*in steps"
+    ):
+        roll(rollout_function_path=f"{hooks}.{name}", global_batch_size=4)
+    convert = "examples.samples.without_truncated"
+    roll(
+        rollout_function_path=f"{hooks}.{name}",
+        global_batch_size=4,
+        custom_convert_samples_to_train_data_path=convert,
+    )
+
+
+def test_a_custom_rollout_function_may_return_fewer_whole_steps(roll, hooks):
+    (output,), _, _ = roll(rollout_function_path=f"{hooks}.half", global_batch_size=4)
+    assert len(output.groups) == 2
 
 
 def test_the_built_in_rollout_function_is_the_default_by_either_name(roll):

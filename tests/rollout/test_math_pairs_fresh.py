@@ -2,7 +2,9 @@
 
 `math_pairs_fresh.jsonl` was written from public descriptions of such answers in three rounds, the last two of odd ones.
 At first sight 98.5 of 100 pairs of the first round were judged right, 94.4 of the second and 94.4 of the third, and no
-wrong answer passed; the comparison was mended after each. Pairs that the first set holds as well are left out.
+wrong answer passed; the comparison was mended after each. Pairs that the first set holds as well are left out. A fourth
+round (100) was written to a list of hexadecimal numbers and chains of equalities that were judged wrongly: 36 of it
+were, and 8 wrong answers passed.
 """
 
 import json

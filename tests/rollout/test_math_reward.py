@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from fractions import Fraction
 
 import psutil
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import builtin
 from slimrl.rollout.rm_hub.boxed import last_boxed
-from slimrl.rollout.rm_hub.equality import answers_equal
+from slimrl.rollout.rm_hub.equality import answers_equal, chains
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 from slimrl.rollout.rm_hub.grader_worker import MEMORY_LIMIT_BYTES
 
@@ -155,6 +156,34 @@ def test_a_grader_has_bounded_memory(graders):
 
 def no_algebra(answer, label):
     raise AssertionError("algebra was asked")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2(3) + 4", 10),
+        ("-2^2", -4),
+        ("\\frac{(4)(6)}{2}", 12),
+        ("\\sqrt[3]{27}\\sqrt{\\frac{1}{4}}", Fraction(3, 2)),
+        ("\\binom{5}{2}", 10),
+        ("--3!", 6),
+        ("\\sqrt{2}", pytest.approx(1.41421356)),
+        ("2x", None),
+        ("4\\frac{1}{2}", None),
+        ("6/2(3)", None),
+        ("2^3^2", None),
+        ("3!!", None),
+        ("1/0", None),
+        ("\\sqrt{-1}", None),
+        ("9^{99999}", None),
+        ("9^{6000}" * 3, None),
+        ("(9999!)", None),
+        ("(" * 900 + "1" + ")" * 900, None),
+        ("-" * 1501 + "6", -6),
+    ],
+)
+def test_plain_arithmetic_is_evaluated_where_it_is_read_in_one_way_and_not_too_large(text, value):
+    assert chains.value(text) == value
 
 
 def test_a_very_long_answer_never_reaches_algebra():

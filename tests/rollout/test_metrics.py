@@ -3,12 +3,20 @@
 import math
 import random
 import sys
+import zlib
 
 import pytest
 import torch
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.metrics import dynamic_filter_metrics, is_repetitive, pass_at_k, rollout_metrics
+from slimrl.rollout.metrics import (
+    START_ROLLOUT_ID,
+    dynamic_filter_metrics,
+    is_repetitive,
+    partial_metrics,
+    pass_at_k,
+    rollout_metrics,
+)
 from slimrl.rollout.rewards import rewards_of
 
 
@@ -42,6 +50,22 @@ def test_every_metric_equals_the_hand_calculation():
             "rollout/zero_std/count_1": 1.0,
         }
     )
+
+
+def test_an_aborted_sample_is_not_a_truncated_one():
+    samples = [sample(0, 1.0, status=status) for status in (SampleStatus.ABORTED, SampleStatus.TRUNCATED)]
+    assert rollout_metrics(samples, [1.0, 1.0])["rollout/truncated_ratio"] == 0.5
+
+
+def test_what_a_partial_rollout_continued_and_left_equals_the_hand_count():
+    accepted = [[sample(0, 1.0, metadata={START_ROLLOUT_ID: 4}), sample(0, 1.0, metadata={START_ROLLOUT_ID: 7})]]
+    left = [[sample(1, 0.0, status=status) for status in SampleStatus], [sample(2, 0.0)]]
+    assert partial_metrics(7, accepted, left) == {
+        "rollout/partial/continued": 1.0,
+        "rollout/partial/oldest": 3.0,
+        "rollout/partial/carried_over": 2.0,
+        "rollout/partial/unfinished": 2.0,  # the pending one and the aborted one
+    }
 
 
 def test_metrics_do_not_depend_on_the_order_of_the_samples():
@@ -106,7 +130,16 @@ def test_only_loops_count_as_repetition():
     assert not is_repetitive(prose)
     assert is_repetitive(prose + "wait, " * 3000)
     assert is_repetitive("0" * 500)
-    assert not is_repetitive("0" * 50)
+    assert is_repetitive("0" * 200) and not is_repetitive("0" * 199)
+    assert len(prose) > 10_000 and not is_repetitive("0" * 10**5 + prose[:10_000])
+
+
+def test_more_than_ten_times_smaller_counts_as_repetition():
+    letters = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=100))
+    texts = [letters + "a" * count for count in range(100, 3000)]
+    ratios = [len(text) / len(zlib.compress(text.encode(), 1)) for text in texts]
+    assert any(9 < ratio < 10 for ratio in ratios) and any(10 < ratio < 11 for ratio in ratios)
+    assert [is_repetitive(text) for text in texts] == [ratio > 10 for ratio in ratios]
 
 
 def test_rewards_are_centred_and_scaled_within_their_group_wherever_the_samples_stand(make_args):

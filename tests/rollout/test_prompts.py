@@ -70,6 +70,13 @@ def test_prompts_above_the_limit_are_left_out_and_counted(write_rows, tokenizer,
     assert "left out 3 of 5 prompts, longer than 4 tokens" in caplog.text
 
 
+def test_a_prompt_above_the_limit_is_refused_where_the_flag_says_so(write_rows, tokenizer):
+    path = write_rows([{"prompt": "x" * n, "label": n} for n in (3, 5, 4)])
+    form = prompt_format(apply_chat_template=False, max_prompt_len=4, refuse_too_long=True)
+    with pytest.raises(ValueError, match=r":2: the prompt has 5 tokens and may have 4"):
+        load_prompts(path, form, tokenizer)
+
+
 def test_a_limit_that_leaves_nothing_is_refused(write_rows, tokenizer):
     path = write_rows([{"prompt": "xxxxx", "label": 1}])
     with pytest.raises(ValueError, match="all 1 prompts are longer than the limit of 2 tokens"):

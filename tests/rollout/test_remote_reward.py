@@ -27,6 +27,7 @@ class Service:
     def __init__(self, *replies):
         self._replies = list(replies)
         self.asked = []
+        self.location: str | None = None
 
     async def __aenter__(self):
         app = web.Application()
@@ -48,7 +49,7 @@ class Service:
             await asyncio.sleep(reply)
             reply = (200, "1")
         status, text = reply
-        return web.Response(status=status, text=text)
+        return web.Response(status=status, text=text, headers={"Location": self.location} if self.location else {})
 
 
 def ask(*replies, requests=1, **limits):
@@ -83,6 +84,23 @@ def test_a_refused_request_is_sent_once(status):
     error, asked = ask((status, "bad label"))
     assert isinstance(error, RemoteRefused) and f"answered HTTP {status}: bad label; mend the request" in str(error)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_refused_and_prompts_go_to_nobody_else(status):
+    async def main():
+        async with Service((200, "1")) as elsewhere, Service((status, "")) as service:
+            service.location = elsewhere.url
+            remote = RemoteReward(service.url, first_pause_s=0.01)
+            with pytest.raises(RemoteRefused) as caught:
+                await remote.reward(SAMPLE)
+            remote.close()
+            return str(caught.value), service, elsewhere
+
+    text, service, elsewhere = asyncio.run(main())
+    assert text.startswith(f"--rm-url {service.url} redirects (HTTP {status}) to '{elsewhere.url}', and prompts and")
+    assert text.endswith("give --rm-url the address that answers itself")
+    assert (len(service.asked), elsewhere.asked) == (1, [])
 
 
 def test_a_service_that_comes_back_is_asked_again():

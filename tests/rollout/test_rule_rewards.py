@@ -1,5 +1,7 @@
 """The rule rewards beside math: multiple choice, word overlap, the answer line; each against a hand count."""
 
+import time
+
 import pytest
 
 from slimrl.data.sample import Sample
@@ -106,6 +108,12 @@ CHOICES = {"choices": ["1.5 eV", "2.5 eV", "the electron", "the electron and the
 )
 def test_the_letter_that_a_response_settles_on(response, letter):
     assert multiple_choice.chosen_letter(response, ["A", "B", "C", "D"]) == letter
+
+
+def test_the_time_to_find_a_letter_does_not_grow_with_the_square_of_the_spaces_behind_it():
+    started = time.process_time()
+    assert multiple_choice.chosen_letter("B" + " " * 20_000 + "no", ["A", "B"]) is None
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize("label", ["B", "(b)", 1, "1", "2.5 eV", "\\boxed{B}"])

@@ -55,6 +55,15 @@ def test_the_budget_leaves_room_in_the_context_and_counts_what_is_there(make_arg
     assert plan.params(sample_of(prompt_tokens=8, response_tokens=3))["max_new_tokens"] == 1
 
 
+def test_the_budget_leaves_room_in_an_engines_context_too(make_args, make_eval_dataset):
+    args = make_args(rollout_max_response_len=10, rollout_max_context_len=14, engine_context_len=12)
+    dataset = make_eval_dataset(max_response_len=10, max_context_len=None)
+    for plan in (SamplingPlan.for_training(args), SamplingPlan.for_evaluation(args, dataset)):
+        assert plan.params(sample_of(prompt_tokens=1), 0)["max_new_tokens"] == 10
+        assert plan.params(sample_of(prompt_tokens=8), 0)["max_new_tokens"] == 4
+        assert plan.params(sample_of(prompt_tokens=8, response_tokens=4), 0)["max_new_tokens"] == 0
+
+
 def test_a_seed_is_sent_only_to_deterministic_engines(make_args):
     assert "sampling_seed" not in SamplingPlan.for_training(make_args()).params(sample_of(), 5)
     params = SamplingPlan.for_training(make_args(**DETERMINISTIC)).params(sample_of(), 5)

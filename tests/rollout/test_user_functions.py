@@ -13,6 +13,8 @@ import torch
 from slimrl.data.batch import batch_from_samples
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookError, HookFailedError
+from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.summary import load_summary
 from slimrl.rollout.buffer import GroupBuffer
 from slimrl.rollout.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
@@ -23,6 +25,8 @@ from slimrl.rollout.own_logs import reported_metrics, reported_scalars
 from slimrl.rollout.rewards import rewards_of
 from slimrl.rollout.sample_task import SampleError
 from slimrl.rollout.train_data import batch_from_columns, training_batch
+from tests.observability.test_run_log import scalars as tensorboard_scalars
+from tests.observability.wandb_file import rows
 
 HUB = "slime.rollout.filter_hub.dynamic_sampling_filters"
 FUNCTIONS = """
@@ -277,6 +281,90 @@ def test_an_evaluation_log_function_may_replace_all_but_the_mean_rewards(make_ar
     reported = reported_scalars(args, 4, results)
     assert args.custom["logged"] == [(4, {"a": ["rewards", "samples", "truncated"]}, [False, True])]
     assert reported == ({"a": {"eval/a": 0.5}} if replace else {"a": results["a"].metrics()})
+
+
+LOGS = """
+import numpy as np
+
+def log(rollout_id, args, samples, extra_metrics, rollout_time):
+    extra_metrics.update(args.custom["adds"])
+    return args.custom["replace"]
+
+def log_evaluation(rollout_id, args, data, extra_metrics):
+    extra_metrics.update(args.custom["adds"])
+    return args.custom["replace"]
+"""
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    (tmp_path / "own_log_functions.py").write_text(LOGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_log_functions"
+    sys.modules.pop("own_log_functions", None)
+
+
+def test_metrics_that_log_functions_add_reach_the_summary_tensorboard_and_w_and_b(make_args, logs, tmp_path):
+    import wandb
+
+    adds = {"rollout/words": np.float32(7.5), "mine/turns": torch.tensor(3), "score": 0.25, "rollout/x": 2}
+    args = make_args(
+        custom_rollout_log_function_path=f"{logs}.log",
+        custom_eval_rollout_log_function_path=f"{logs}.log_evaluation",
+        custom={"adds": adds, "replace": False},
+        run_dir=str(tmp_path / "run"),
+        use_tensorboard=True,
+        tensorboard_dir=str(tmp_path / "tensorboard"),
+        use_wandb=True,
+        wandb_mode="offline",
+    )
+    metrics = {"rollout/raw_reward": 0.5, "rollout/x": 1.0}
+    reported = reported_metrics(args, 0, [finished(0, 1.0)], metrics, {"rollout/x": 1.0}, 2.5)
+    scalars = reported_scalars(args, 1, {"a": EvalResult("a", [1.0, 0.0], [finished(0, 1.0), finished(1, 0.0)], 1)})
+    evaluated = SimpleNamespace(mean_reward=0.5, metrics=lambda: scalars["a"])
+    with RunLog.open(args, {}) as log:
+        log.step(StepRecord(0, "0", reported, [{"loss": 1.0}], {"train": 1.0, "total": 2.0}))
+        log.evaluation("after", 1, {"a": evaluated})
+    wandb.teardown()
+    expected = {"rollout/words": 7.5, "mine/turns": 3.0, "score": 0.25, "rollout/x": 2.0}
+    summary = load_summary(args.run_dir)
+    assert {name: summary["steps"][0][name] for name in expected} == expected
+    assert {name: summary["eval"]["history"][0]["metrics"][name] for name in expected} == expected
+    assert summary["steps"][0]["reward"] == 0.5 and summary["eval"]["after"] == 0.5
+    found = tensorboard_scalars(args.tensorboard_dir)
+    assert {name: found[name] for name in expected} == {
+        name: [(0, value), (1, value)] for name, value in expected.items()
+    }
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    logged = [row for row in rows(file) if "score" in row]
+    assert [{name: row[name] for name in expected} for row in logged] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("adds", "message"),
+    [
+        ({"mine/x": "many"}, "added the metric 'mine/x' with 'many': give it a number"),
+        ({"rollout/raw_reward": 1.0}, "added the metric 'rollout/raw_reward', which is a name of slimrl's own"),
+        ({"train/grad_norm": 1.0}, "added the metric 'train/grad_norm', which is a name of slimrl's own"),
+        ({"grad_norm": 1.0}, "added the metric 'grad_norm', which is a name of slimrl's own"),
+        ({"seconds": 1.0}, "added the metric 'seconds', which is a name of slimrl's own"),
+        ({"perf/step_time": 1.0}, "added the metric 'perf/step_time', which is a name of slimrl's own"),
+    ],
+)
+def test_a_metric_of_a_log_function_that_cannot_be_reported_is_refused_by_its_name(make_args, logs, adds, message):
+    args = make_args(custom_rollout_log_function_path=f"{logs}.log", custom={"adds": adds, "replace": True})
+    with pytest.raises(HookFailedError, match=f"--custom-rollout-log-function-path {logs}.log {message}"):
+        reported_metrics(args, 0, [finished(0, 1.0)], {"rollout/raw_reward": 0.5, "rollout/y": 0.1}, {}, 2.5)
+
+
+def test_a_log_function_that_replaces_slimrls_metrics_may_use_their_names(make_args, logs):
+    args = make_args(
+        custom_rollout_log_function_path=f"{logs}.log",
+        custom={"adds": {"rollout/truncated_ratio": 0.75}, "replace": True},
+    )
+    metrics = {"rollout/raw_reward": 0.5, "rollout/truncated_ratio": 0.1}
+    reported = reported_metrics(args, 0, [finished(0, 1.0)], metrics, {}, 2.5)
+    assert reported == {"rollout/raw_reward": 0.5, "rollout/truncated_ratio": 0.75}
 
 
 # -- training data ---------------------------------------------------------------------------------------------------

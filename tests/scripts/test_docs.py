@@ -17,14 +17,24 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b(?![-*.<])")
 # Flags of other programs in the commands that the pages show.
 OTHERS = {
     *("--head", "--address", "--num-gpus"),  # ray start
-    *("--logdir", "--local-dir", "--repo-type", "--no-deps"),  # tensorboard, hf, pip
+    *("--entrypoint-label-selector", "--runtime-env-json"),  # ray job submit
+    *("--node-ip-address", "--object-store-memory"),  # ray start
+    *("--logdir", "--local-dir", "--repo-type", "--no-deps", "--no-build-isolation"),  # tensorboard, hf, pip
+    *("--extra", "--overrides", "--no-emit-package", "--no-annotate", "--no-header"),  # uv pip compile
+    *("--python-version", "--python-platform"),
+    *("--rm", "--gpus", "--ipc", "--shm-size", "--ulimit", "--device", "--cap-add", "--network"),  # docker
     *(
         "--model-path",
         "--host",
         "--port",
         "--tp-size",
         "--is-embedding",
+        "--api-key",
         "--enable-deterministic-inference",
+        "--cuda-graph-backend-prefill",
+        "--enable-draft-weights-cpu-backup",
+        "--cuda-graph-backend-prefill",
+        "--enable-draft-weights-cpu-backup",
     ),  # sglang.launch_server
 }
 
@@ -32,7 +42,9 @@ OTHERS = {
 def known_flags() -> set[str]:
     """Of train.py and, as far as their sources spell them, of the tools, benchmarks, scripts and the report."""
     sources = [
-        path for folder in ("tools", "benchmarks", "slimrl/observability") for path in ROOT.glob(f"{folder}/*.py")
+        path
+        for folder in ("tools", "tools/gpu_check", "benchmarks", "slimrl/observability")
+        for path in ROOT.glob(f"{folder}/*.py")
     ]
     sources += ROOT.glob("scripts/*.sh")
     spelt = {flag for path in sources for flag in FLAG.findall(path.read_text())}

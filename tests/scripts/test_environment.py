@@ -122,6 +122,31 @@ def test_a_moved_checkout_gets_its_environment_anew(checkout):
     assert len(checkout.pip_calls) == 6
 
 
+def test_the_environment_of_another_checkout_gets_this_one_alone_and_says_so(checkout, tmp_path):
+    checkout.python("python3", 11)
+    checkout.prepare()
+    first = checkout.folder
+    checkout.folder = tmp_path / "second"
+    shutil.copytree(first, checkout.folder, ignore=shutil.ignore_patterns(".venv", "pip"))
+    (checkout.folder / ".venv").symlink_to(first / ".venv")
+    done = checkout.prepare()
+    assert done.returncode == 0, done.stderr
+    assert checkout.pip_calls == ["--no-deps --no-build-isolation -e ."]
+    said, *places = done.stdout.splitlines()
+    assert f"{first}/.venv was made by the checkout {first} and from now on has the slimrl of this one" in said
+    assert places == [str(first / ".venv/bin/python"), str(first / ".venv")]
+    assert checkout.prepare().stdout.splitlines() == places
+
+
+def test_before_the_environment_is_made_another_python_is_at_hand(checkout):
+    checkout.python("python3", 12)
+    command = [str(checkout.bin / "bash"), "-c", PREPARE.replace("prepare_environment", "python_at_hand")]
+    options = {"cwd": checkout.folder, "env": {"PATH": str(checkout.bin)}, "capture_output": True, "text": True}
+    assert subprocess.run(command, **options, timeout=60).stdout.startswith(f"{checkout.bin}/python3\n")
+    checkout.prepare()
+    assert subprocess.run(command, **options, timeout=60).stdout.startswith(".venv/bin/python\n")
+
+
 def test_an_installation_that_stopped_shows_pips_last_lines_and_goes_on_the_next_time(checkout):
     checkout.python("python3", 11, pip="echo no space left; [[ ! $* == *--no-deps* ]]")
     stopped = checkout.prepare()

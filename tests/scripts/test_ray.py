@@ -22,8 +22,25 @@ set -euo pipefail
 source scripts/lib/say.sh
 source scripts/lib/ray.sh
 ray_begin --num-gpus 2 --object-store-memory 100000000
+echo "cluster at $RAY_ADDRESS"
 ray_job python3 -c "$1" && code=0 || code=$?
 exit $code
+"""
+# then, as a second job of the same cluster, a program that looks for a secret of its own where others could read it
+WITH_SECRET = SCRIPT.replace(
+    "exit $code",
+    'ray_job python3 "$HOME/looks.py" --train-env-vars "$(<"$HOME/secret")" --folder "$RAY_FOLDER"; exit $code',
+)
+LOOKS = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from tests.end_to_end.harness import places_of
+secret, folder = sys.argv[2], Path(sys.argv[4])
+print("a secret of", len(secret), "letters is in", places_of(secret, folder))
+shown = [Path(place).name for place in places_of("--train-env-vars '***'", folder)]
+print("the log of the job", "shows it" if any(name.startswith("job-driver") for name in shown) else "does not")
+print("mode", oct(folder.stat().st_mode & 0o777), "owned" if (folder / ".slimrl-owner").exists() else "")
 """
 CLUSTER = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU'], flush=True); "
 
@@ -48,15 +65,19 @@ def ray_folders(started: harness.Started) -> list[Path]:
 def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code_and_leaves_nothing(tmp_path):
     """One that succeeds and one that fails, side by side: each with a cluster of its own."""
     (tmp_path / "bad").mkdir()
-    started = start(CLUSTER + "print('hello')", tmp_path)
+    (tmp_path / "looks.py").write_text(LOOKS)
+    (tmp_path / "secret").write_text("s3nt1nel" * 2)
+    started = start(CLUSTER + "print('hello')", tmp_path, WITH_SECRET)
     failing = start("import sys; print('about to fail'); sys.exit(3)", tmp_path / "bad")
     good, bad = started.finish(150), failing.finish(150)
     assert good.code == 0, good.output
     assert "slots 2.0" in good.output and "hello" in good.output
-    assert bad.code == 1 and "about to fail" in bad.output
+    assert "a secret of 16 letters is in []\nthe log of the job shows it\nmode 0o700 owned\n" in good.output
+    assert bad.code == 3 and bad.output.count("about to fail") == 1
+    assert not re.search(r"INFO \S+\.py:\d+ -- |submitted successfully", good.output + bad.output)  # Ray's own lines
     assert (good.left, bad.left) == ([], [])
     assert ray_folders(started) == ray_folders(failing) == []
-    (port,) = re.findall(r"server address: http://127\.0\.0\.1:(\d+)", good.output)
+    (port,) = re.findall(r"cluster at http://127\.0\.0\.1:(\d+)", good.output)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)), timeout=5)
     assert not list(tmp_path.glob(".ray*"))  # Ray would write its token into the home folder
@@ -104,8 +125,8 @@ def test_an_interrupted_script_ends_its_job_in_a_cluster_that_is_not_its_own(tmp
 
 
 def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
-    started = start("import time; time.sleep(600)", tmp_path)
-    started.wait_for_line("submitted successfully", 100)
+    started = start("import time; print('at work', flush=True); time.sleep(600)", tmp_path)
+    started.wait_for_line("at work", 100)
     started.process.send_signal(signal.SIGKILL)
     started.process.wait(10)
     deadline = time.monotonic() + 60
@@ -114,7 +135,7 @@ def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
         time.sleep(0.5)
     assert heads() == []
     assert ray_folders(started) == []
-    started.kill_everything()  # the waiting `ray job submit`, whose script is gone
+    started.kill_everything()  # the waiting ray_job.py, whose script is gone
 
 
 def test_ray_that_cannot_start_is_one_message(tmp_path):

@@ -3,12 +3,14 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from slimrl.arguments import Arguments, read_args
 from slimrl.sglang.flags import router_flags, server_flags
+from tests.arguments.conftest import complete_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # config.json of Qwen/Qwen3-4B on the Hugging Face Hub
@@ -29,10 +31,17 @@ QWEN3_4B = {
     "tie_word_embeddings": True,
     "vocab_size": 151936,
 }
-# Takes the place of Ray's command: shows the job instead of submitting it.
+# Take the place of Ray's command and of Python: show the job instead of submitting it, and check no flags.
 RAY = """#!/usr/bin/env bash
 while [[ $1 != -- ]]; do shift; done
 printf '%s\\0' "${@:2}" >"$SUBMITTED"
+"""
+PYTHON = f"""#!/usr/bin/env bash
+case $* in
+   *scripts/lib/ray_job.py*) exec ray "$@" ;;
+   '-m slimrl.cluster.check_flags '*) ;;
+   *) exec {sys.executable} "$@" ;;
+esac
 """
 
 
@@ -45,6 +54,7 @@ def base(tmp_path) -> Path:
     for name in ("metadata.json", ".metadata"):
         (folder / "Qwen3-4B_torch_dist/release" / name).touch()
     (folder / "Qwen3-4B/config.json").write_text(json.dumps(QWEN3_4B))
+    complete_model(folder / "Qwen3-4B", tokens=151669)
     (folder / "Qwen3-4B_torch_dist/latest_checkpointed_iteration.txt").write_text("release")
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("dapo-math-17k", "aime-2024"):
@@ -56,8 +66,9 @@ def submitted(command: list[str], base: Path) -> list[str]:
     """The entry point and its arguments that `command` would run as a Ray job on the cluster at RAY_ADDRESS."""
     stand_ins, job = base.parent / "bin", base.parent / "job"
     stand_ins.mkdir()
-    (stand_ins / "ray").write_text(RAY)
-    (stand_ins / "ray").chmod(0o755)
+    for name, text in (("ray", RAY), ("python3", PYTHON)):
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
     environment = {
         "PATH": f"{stand_ins}:/usr/local/bin:/usr/bin:/bin",
         "BASE": str(base),

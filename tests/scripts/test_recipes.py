@@ -6,11 +6,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.sglang.flags import router_flags, server_flags
+from tests.arguments.conftest import complete_model
 from tests.end_to_end import harness
 from tests.scripts.test_models import NOT_SERVED, published
 from tests.scripts.test_recipe import submitted
@@ -34,13 +37,19 @@ def prepare(line: list[str], model: str) -> None:
     checkpoint, reference = Path(value(line, "--hf-checkpoint")), Path(value(line, "--ref-load"))
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "config.json").write_text(json.dumps(published(model)))
+    complete_model(checkpoint)
     (reference / "release").mkdir(parents=True, exist_ok=True)
     for name in ("metadata.json", ".metadata"):
         (reference / "release" / name).touch()
     (reference / "latest_checkpointed_iteration.txt").write_text("release")
-    for path in (Path(word) for word in line if word.endswith((".jsonl", ".parquet"))):
+    data = (word for word in line if word.endswith((".jsonl", ".parquet")) and not word.startswith("{run_dir}"))
+    for path in map(Path, data):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"prompt": "1+1", "messages": "1+1", "label": "2"}) + "\n")
+        row = {"prompt": "1+1", "messages": "1+1", "label": "2"}
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        else:
+            path.write_text(json.dumps(row) + "\n")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,6 +87,7 @@ def test_the_guide_lists_every_recipe_and_nothing_else():
 @pytest.mark.timeout(400)
 def test_a_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     folder = ROOT / "runs/run-qwen3-30B-A3B-tiny"
+    shutil.rmtree(folder, ignore_errors=True)  # where it exists, the recipe would take another
     started = harness.launch(
         ["bash", "scripts/run-qwen3-30B-A3B.sh", "--tiny", "--seed", "7"],
         log=tmp_path / "recipe.out",
@@ -91,6 +101,13 @@ def test_a_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     assert done.left == []
     assert done.steps("weight_version") == ["0", "1"]
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [
+        *("0.jsonl", "1.jsonl", "eval_0.jsonl", "eval_2.jsonl")
+    ]
+    assert not re.search(r"INFO \S+\.py:\d+ -- |submitted successfully|ray job", done.output)  # Ray's own lines
+    lines = done.output.splitlines()
+    assert any(re.match(r"\d\d:\d\d:\d\d completed: .* over 2 steps in ", line) for line in lines)
+    assert lines[-1].split()[0] == "export"  # the last lines say how to go on
     shutil.rmtree(folder)
 
 

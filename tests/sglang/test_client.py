@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
+import math
+import re
 import socket
+import threading
+import time
 
 import orjson
 import pytest
@@ -12,10 +18,17 @@ from aiohttp import web
 
 from slimrl.arguments import Arguments
 from slimrl.sglang import client as client_module
-from slimrl.sglang.answers import generation_of
+from slimrl.sglang.answers import AnswerReader
+from slimrl.sglang.calls import call
 from slimrl.sglang.client import SESSION_HEADER, RouterClient
 from slimrl.sglang.control import ServerControl
-from slimrl.sglang.errors import EngineError, EngineRequestError, EngineTimeoutError, EngineUnavailableError
+from slimrl.sglang.errors import (
+    EngineAnswerError,
+    EngineError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+)
 from slimrl.sglang.ports import claim_ports
 from slimrl.sglang.routing import routing_options
 
@@ -73,7 +86,7 @@ async def generate(
 )
 def test_an_answer_tells_which_weights_drew_which_tokens(reported, spans):
     meta = ANSWER["meta_info"] | ({} if reported is None else {"weight_versions": reported})
-    assert generation_of(orjson.dumps(ANSWER | {"meta_info": meta})).version_spans == spans
+    assert AnswerReader().generation(orjson.dumps(ANSWER | {"meta_info": meta})).version_spans == spans
 
 
 def test_the_request_and_the_answer_pass_unchanged():
@@ -240,8 +253,79 @@ def test_the_router_follows_sessions_where_samples_may_be_conversations_and_the_
     ],
 )
 def test_an_answer_that_is_none_says_what_is_wrong_with_it(content, message):
-    with pytest.raises(EngineUnavailableError, match=message):
-        generation_of(content)
+    with pytest.raises(EngineAnswerError, match=message):
+        AnswerReader().generation(content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_ids": [3, 64]}, "output_ids[1] is 64, and the model has 64 tokens"),
+        ({"output_ids": [-1, 4]}, "output_ids[0] is -1, and the model has 64 tokens"),
+        ({"log_probs": [-0.5, 0.25]}, "output_token_logprobs[1] is 0.25, which is the logarithm of no probability"),
+        ({"log_probs": [-3.4e38, -1.0]}, "output_token_logprobs[0] is -3.4e+38, which is the logarithm of no prob"),
+        ({"log_probs": [math.nan, -1.0]}, "output_token_logprobs[0] is nan, which is the logarithm of no probability"),
+        (
+            {"log_probs": [-1.0, -math.inf]},
+            "output_token_logprobs[1] is -inf, which is the logarithm of no probability",
+        ),
+    ],
+)
+def test_an_answer_that_no_engine_can_mean_is_refused_by_what_came(changes, message):
+    ids, log_probs = changes.get("output_ids", [3, 4]), changes.get("log_probs", [-0.5, -0.25])
+    scored = [[log_prob, token_id, None] for log_prob, token_id in zip(log_probs, ids, strict=True)]
+    answer = ANSWER | {"output_ids": ids, "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": scored}}
+    with pytest.raises(EngineAnswerError, match=re.escape(f"the engine's answer cannot be used: {message}")):
+        AnswerReader(64).generation(json.dumps(answer).encode())
+
+
+def test_a_log_probability_that_is_rounded_above_zero_and_the_last_token_of_the_vocabulary_are_taken():
+    scored = [[2e-7, 3, None], [0.0, 63, None]]
+    answer = ANSWER | {"output_ids": [3, 63], "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": scored}}
+    assert AnswerReader(64).generation(orjson.dumps(answer)).token_ids == [3, 63]
+    assert AnswerReader().generation(orjson.dumps(answer)).log_probs == [2e-7, 0.0]
+
+
+def test_an_answer_that_cannot_be_used_names_the_router_and_the_servers_behind_it_and_is_not_asked_for_again():
+    calls = 0
+
+    async def handler(request):
+        nonlocal calls
+        calls += 1
+        return web.json_response(ANSWER)
+
+    async def body():
+        async with stand_in(handler) as url:
+            client = RouterClient(
+                url, [f"http://10.0.0.{n}:30000" for n in range(6)], concurrency=1, request_timeout_s=20, vocabulary=4
+            )
+            async with client:
+                await client.generate([1], {})
+
+    with pytest.raises(EngineAnswerError) as caught:
+        asyncio.run(body())
+    assert calls == 1
+    assert re.search(
+        r"http://127\.0\.0\.1:\d+/generate was answered, by a server behind it \(http://10\.0\.0\.0:30000, .*"
+        r"http://10\.0\.0\.3:30000 and 2 more\): the engine's answer cannot be used: output_ids\[1\] is 4, and the",
+        str(caught.value),
+    )
+
+
+def test_a_redirect_is_a_refusal_and_the_prompt_goes_nowhere_else():
+    asked = []
+
+    async def handler(request):
+        asked.append(request.path)
+        return web.Response(status=307, headers={"Location": "/elsewhere"}, text="moved")
+
+    async def body():
+        async with stand_in(handler, "/{any}") as url:
+            await generate(url)
+
+    with pytest.raises(EngineRequestError, match="/generate refused the request with HTTP 307: moved"):
+        asyncio.run(body())
+    assert asked == ["/generate"]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +388,7 @@ def test_misaligned_log_probs_are_an_error():
         async with stand_in(handler) as url:
             await generate(url)
 
-    with pytest.raises(EngineUnavailableError, match="log-probabilities"):
+    with pytest.raises(EngineAnswerError, match="log-probabilities"):
         asyncio.run(body())
 
 
@@ -399,6 +483,86 @@ def test_control_tells_refusals_time_outs_and_absence_apart():
     assert not absent.healthy()
     with pytest.raises(EngineUnavailableError, match="cannot be reached"):
         absent.weight_version()
+
+
+@contextlib.contextmanager
+def dripping(*pieces: bytes, every_s: float):
+    """A server that sends these pieces one by one, over and over the last one; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        done = threading.Event()
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                for number in itertools.count():
+                    connection.sendall(pieces[min(number, len(pieces) - 1)])
+                    if done.wait(every_s):
+                        return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"["],
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n[\r\n"],
+        [b"HTTP/1.1 200 OK\r\nX-Long: ", b"a"],
+        [b"H", b"T"],
+    ],
+    ids=["body", "chunks", "header", "status"],
+)
+def test_an_answer_that_drips_in_is_over_at_the_time_limit(pieces):
+    with dripping(*pieces, every_s=0.05) as url:
+        started = time.monotonic()
+        with pytest.raises(EngineTimeoutError, match="/health did not answer within 0.4 s"):
+            call("GET", f"{url}/health", timeout_s=0.4)
+        assert time.monotonic() - started < 1.5
+
+
+def test_an_answer_in_pieces_that_is_whole_in_time_is_whole():
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n"
+    with dripping(head, b'{"a"', b": 1}", every_s=0.05) as url:
+        assert call("GET", f"{url}/health", timeout_s=10) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "ask", "message"),
+    [
+        ("null", "weight_version", "/model_info did not answer as SGLang does: Expected `object`, got `null`"),
+        ("{}", "weight_version", "missing required field `weight_version`; it answered {}"),
+        ('{"weight_version": 7}', "weight_version", r"got `int` - at `\$.weight_version`; it answered"),
+        ("[1, 2]", "server_info", r"Expected `object`, got `array`; it answered \[1, 2\]"),
+        ("{garbage", "server_info", r"/server_info answered what is no JSON .*: '\{garbage'"),
+        ("<html>", "server_info", "Expected `object`, got `str`; it answered '<html>'"),
+        ('{"ranks": null}', "weights_checksum", r"got `null` - at `\$.ranks`; it answered"),
+    ],
+)
+def test_control_says_which_field_of_an_answer_is_amiss_and_what_came(text, ask, message):
+    async def handler(request):
+        return web.Response(text=text)
+
+    async def body():
+        app = web.Application()
+        app.router.add_route("*", "/{any}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            control = ServerControl(f"http://127.0.0.1:{runner.addresses[0][1]}", timeout_s=5)
+            await asyncio.to_thread(getattr(control, ask))
+        finally:
+            await runner.cleanup()
+
+    with pytest.raises(EngineAnswerError, match=message):
+        asyncio.run(body())
 
 
 def test_control_wants_a_url():

@@ -10,6 +10,7 @@ import pytest
 from slimrl.sglang.control import ServerControl
 from slimrl.sglang.cpu_defaults import with_defaults
 from slimrl.sglang.errors import EngineError, EngineRequestError, EngineUnavailableError
+from slimrl.sglang.launch import ServerLaunch
 from slimrl.sglang.memory import EngineMemory, EngineMemoryError
 from slimrl.sglang.server import ServerProcess
 from slimrl.weights.roles import EngineEndpoint
@@ -140,7 +141,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = ServerProcess(
-        folders[0], log_path=tmp_path_factory.mktemp("log") / "log", options=SERVER_OPTIONS, memory_saver=True
+        folders[0],
+        log_path=tmp_path_factory.mktemp("log") / "log",
+        options=SERVER_OPTIONS,
+        launch=ServerLaunch(cuda=False, memory_saver=True),
     )
     try:
         server.start()

@@ -7,7 +7,7 @@ import pytest
 
 from slimrl.observability.metric_table import METRICS
 from slimrl.observability.metrics import metric_of
-from slimrl.sglang.answers import generation_of
+from slimrl.sglang.answers import AnswerReader
 from slimrl.sglang.request_stats import RequestStats, time_statistics
 
 
@@ -18,10 +18,10 @@ def answer(**meta) -> bytes:
 
 def test_answers_are_added_up_and_taken_once():
     stats = RequestStats()
-    generation_of(answer(prompt_tokens=10, cached_tokens=8, e2e_latency=2.0, queue_time=0.5), stats)
-    generation_of(answer(prompt_tokens=30, cached_tokens=2, e2e_latency=4.0), stats)
+    AnswerReader().generation(answer(prompt_tokens=10, cached_tokens=8, e2e_latency=2.0, queue_time=0.5), stats)
+    AnswerReader().generation(answer(prompt_tokens=30, cached_tokens=2, e2e_latency=4.0), stats)
     drafts = {"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 9, "spec_verify_ct": 3, "completion_tokens": 9}
-    generation_of(answer(prompt_tokens=10, e2e_latency=3.0, **drafts), stats)
+    AnswerReader().generation(answer(prompt_tokens=10, e2e_latency=3.0, **drafts), stats)
     taken = stats.take(samples=2)
     assert taken["rollout/prefix_cache_hit_rate"] == 10 / 50
     assert taken["rollout/avg_cached_tokens_per_sample"] == 5.0
@@ -34,7 +34,7 @@ def test_answers_are_added_up_and_taken_once():
 
 def test_an_answer_without_such_fields_counts_nothing():
     stats = RequestStats()
-    generation_of(answer(), stats)
+    AnswerReader().generation(answer(), stats)
     assert stats.take(samples=1) == {}
 
 
@@ -43,7 +43,7 @@ def test_an_evaluation_beside_a_rollout_leaves_its_requests_alone():
 
     async def ask(prompt_tokens):
         await asyncio.sleep(0)
-        generation_of(answer(prompt_tokens=prompt_tokens, cached_tokens=5), stats)
+        AnswerReader().generation(answer(prompt_tokens=prompt_tokens, cached_tokens=5), stats)
 
     def in_a_thread(loop):
         asyncio.run_coroutine_threadsafe(ask(1000), loop).result()

@@ -15,6 +15,7 @@ import pytest
 import slimrl
 from slimrl.processes import ProcessStartError
 from slimrl.sglang.cpu_defaults import kv_cache_tokens, with_defaults
+from slimrl.sglang.launch import ServerLaunch
 from slimrl.sglang.ports import LOWEST_PORT, claim_port, claim_ports
 from slimrl.sglang.router import router_command
 from slimrl.sglang.server import (
@@ -22,10 +23,10 @@ from slimrl.sglang.server import (
     ServerProcess,
     rendezvous,
     server_command,
-    server_environment,
 )
 
 MANAGED = {"tp_size": 1, "port": 21000}
+CPU, GPU = ServerLaunch(cuda=False), ServerLaunch(cuda=True)
 
 
 def write_config(folder: Path, **values) -> str:
@@ -36,9 +37,10 @@ def write_config(folder: Path, **values) -> str:
 
 def test_a_cpu_server_is_the_same_server_behind_another_door():
     arguments = {**MANAGED, "model_path": "/model"}, {"dtype": "bfloat16"}
-    on_gpu, on_cpu = server_command(*arguments, cpu=False), server_command(*arguments, cpu=True)
+    on_gpu, on_cpu = server_command(*arguments, GPU), server_command(*arguments, CPU)
     assert on_cpu[2] == "slimrl.sglang.cpu"
-    assert on_cpu[3:] == on_gpu[3:]
+    assert {*on_gpu[4:]} - {*on_cpu[3:]} == {"--cuda-graph-backend-prefill=disabled"}
+    assert [word for word in on_gpu[4:] if word in on_cpu] == on_cpu[3:]
 
 
 def test_a_cpu_server_gets_what_it_needs_and_the_user_wins(tmp_path):
@@ -55,11 +57,13 @@ def test_the_kv_cache_of_a_model_that_is_not_here_is_left_to_the_server():
 
 
 def test_a_gpu_server_is_the_plain_sglang_server():
-    command = server_command({**MANAGED, "model_path": "/model"}, {}, cpu=False)
+    command = server_command({**MANAGED, "model_path": "/model"}, {}, GPU)
     assert command == [
         sys.executable,
         "-m",
-        "sglang.launch_server",
+        "slimrl.sglang.entry",
+        "server",
+        "--cuda-graph-backend-prefill=disabled",
         "--tp-size=1",
         "--port=21000",
         "--model-path=/model",
@@ -68,7 +72,7 @@ def test_a_gpu_server_is_the_plain_sglang_server():
 
 def test_an_option_that_slimrl_decides_is_refused():
     with pytest.raises(ValueError, match="--sglang-tp-size is set by slimrl itself"):
-        server_command({**MANAGED, "model_path": "/model"}, {"tp_size": 2}, cpu=False)
+        server_command({**MANAGED, "model_path": "/model"}, {"tp_size": 2}, GPU)
     with pytest.raises(ValueError, match="--router-worker-urls is set by slimrl itself"):
         router_command("127.0.0.1", 1, 2, {"worker_urls": ["x"]})
 
@@ -86,13 +90,6 @@ def test_the_kv_cache_of_a_cpu_server_is_bounded_by_memory(tmp_path, layers, kv_
     assert kv_cache_tokens(tmp_path) == tokens
 
 
-def test_the_environment_of_a_gpu_server_holds_nothing_of_the_cpu():
-    assert "SGLANG_USE_CPU_ENGINE" not in os.environ
-    gpu, cpu = server_environment(2, 0, cpu=False), server_environment(2, 1, cpu=True)
-    assert set(cpu) - set(gpu) == {"OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND"}
-    assert cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
-
-
 def test_data_parallel_attention_meets_on_a_claimed_port():
     assert rendezvous({}, "10.0.0.1", 22000) == {"nccl_port": 22000}
     assert rendezvous({"enable_dp_attention": True}, "10.0.0.1", 22000) == {
@@ -106,7 +103,7 @@ def test_the_parts_of_a_server_over_nodes_meet_on_the_first():
     second = rendezvous({}, "10.0.0.2", 23000, NodePart(1, 2, "10.0.0.1:22001"))
     assert first == {"nccl_port": 22000, "dist_init_addr": "10.0.0.1:22001", "nnodes": 2, "node_rank": 0}
     assert second == {"nccl_port": 23000, "dist_init_addr": "10.0.0.1:22001", "nnodes": 2, "node_rank": 1}
-    command = server_command({**MANAGED, **second}, {"pp_size": 2, "enable_dp_attention": True}, cpu=False)
+    command = server_command({**MANAGED, **second}, {"pp_size": 2, "enable_dp_attention": True}, GPU)
     assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=10.0.0.1:22001", "--enable-dp-attention"} <= set(command)
     assert [word for word in command if word.startswith("--pp")] == ["--pp-size=2"]
     with pytest.raises(ValueError, match="part 1 of a server needs the address"):

@@ -48,6 +48,7 @@ def test_the_flags_of_a_published_model_and_the_sizes_of_the_toy_describe_the_to
     publish_config(family, tmp_path)
     sizes = tmp_path / "size_args.sh"
     sizes.write_text(size_args_script(family, model.config))
+    assert (ROOT / f"scripts/lib/tiny/{family}.sh").read_text() == sizes.read_text()  # what scripts check flags with
     source = (
         f"source scripts/models/{script}.sh; source {shlex.quote(str(sizes))}; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
     )

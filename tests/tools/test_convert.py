@@ -86,14 +86,14 @@ def test_one_layer_is_read_out_of_the_stacked_layers(converted):
 
 
 @pytest.mark.slow
-def test_another_vocabulary_size_keeps_that_many_rows(converted, tmp_path):
-    done = back(converted, tmp_path / "again", "--vocab-size", 160)
+def test_another_vocabulary_size_keeps_that_many_rows_up_to_all_that_are_stored(converted, tmp_path):
+    done = back(converted, tmp_path / "again", "--vocab-size", 256)
     assert done.returncode == 0, done.stderr
     table = load_file(tmp_path / "again/model.safetensors")["model.embed_tokens.weight"]
-    assert table.shape == (160, 32) and not table[150:].any()
-    assert json.loads((tmp_path / "again/config.json").read_text())["vocab_size"] == 160
-    refused = back(converted, tmp_path / "more", "--vocab-size", 300)
-    assert refused.returncode == 2 and "at least 300 rows" in refused.stderr
+    assert table.shape == (256, 32) and not table[150:].any()
+    assert json.loads((tmp_path / "again/config.json").read_text())["vocab_size"] == 256
+    refused = back(converted, tmp_path / "more", "--vocab-size", 257)
+    assert refused.returncode == 2 and "at least 257 rows" in refused.stderr
 
 
 @pytest.mark.slow

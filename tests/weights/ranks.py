@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
+from slimrl.platform.decisions import CUMEM, RunFacts, nccl_cumem
+from slimrl.platform.machine import this_machine
 from slimrl.weights.families import family_for
 from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
 from slimrl.weights.load import load_hf_checkpoint
@@ -38,6 +41,9 @@ def pushes(
     from slimrl.megatron import model, parallel
     from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
 
+    # what a rank of a run would have been started with: NCCL reads it when it makes its first communicator
+    cumem = nccl_cumem(this_machine(), RunFacts(broadcasts_weights=way == "split"), given={}, inherited=os.environ)
+    os.environ.update({} if cumem is None else {CUMEM: cumem})
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
     built = model.build_model(args, state)

@@ -74,6 +74,24 @@ def test_an_experts_gate_and_up_are_padded_and_divided_each_on_its_own():
     assert torch.equal(on_cpu, torch.cat([gate[32:], zeros, up[32:], zeros]))
 
 
+@pytest.mark.parametrize(
+    ("rows", "ranks", "each"),
+    [
+        (60, 2, 32),  # 64 in all, which 2 ranks divide
+        (64, 2, 32),
+        (65, 2, 64),
+        (60, 3, 64),  # 64 is no multiple of 3, so 64 for each
+        (130, 3, 64),  # 192 is one
+    ],
+)
+def test_the_vocabulary_is_padded_to_64_rows_or_to_64_for_each_rank(rows, ranks, each):
+    table = torch.arange(rows * 3.0).view(rows, 3) + 1
+    row = row_of("model.embed_tokens.weight")
+    held = [engine_shard(row, [table], SHAPE, EngineLayout(ranks, on_host=False), rank) for rank in range(ranks)]
+    assert [len(part) for part in held] == [each] * ranks
+    assert torch.equal(torch.cat(held)[:rows], table) and not torch.cat(held)[rows:].any()
+
+
 def test_a_packed_gate_and_up_is_divided_in_its_halves():
     dense = dataclasses.replace(SHAPE, num_experts=0, moe_layers=(), latent=None)
     row = row_of("model.layers.0.mlp.gate_up_proj.weight", dense, family_for({"model_type": "glm4"}))

@@ -89,14 +89,16 @@ def generate(url: str) -> tuple[list[int], list[float], str]:
     return answer["output_ids"], logprobs, answer["meta_info"]["weight_version"]
 
 
-def assert_serves(url: str, folder: Path, version: str) -> None:
-    """The server samples from the model in `folder`, as transformers computes it."""
+def assert_serves(
+    url: str, folder: Path, version: str, *, dtype: torch.dtype = torch.float32, limit: float = 1e-5
+) -> None:
+    """The server samples from the model in `folder`, as transformers computes it in float32 on weights of `dtype`."""
     tokens, logprobs, reported = generate(url)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
     with torch.no_grad():
         logits = model(torch.tensor([[5, 17, 90, 3, *tokens]])).logits[0, 3:-1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert (expected - torch.tensor(logprobs)).abs().max() < 1e-5
+    assert (expected - torch.tensor(logprobs)).abs().max() < limit
     assert reported == version
 
 

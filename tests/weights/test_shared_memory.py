@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from slimrl.weights.buckets import Bucket, iter_buckets
 from slimrl.weights.large_pages import LARGE, collapse
 from slimrl.weights.shared_memory import HostSharedBuffer, Reference, serialize
 from slimrl.weights.transport_tensor import EngineLink
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def bucket_of(buffer: HostSharedBuffer, value: float) -> Bucket:
@@ -104,3 +109,16 @@ def test_only_whole_written_large_pages_are_collapsed(tmp_path):
     assert collapse(descriptor, 2 * LARGE) == 2 * LARGE
     assert os.pread(descriptor, 3 * LARGE, 0) == b"x" * (2 * LARGE + 100) + bytes(LARGE - 100)
     os.close(descriptor)
+
+
+def test_sglang_opens_the_handle_of_a_cuda_buffer_on_its_own_number_of_the_gpu():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.weights.cuda_handle"], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["device"] == 1  # 3 at the sender
+    assert found["class"] == "Tensor" and found["dtype"] == "torch.uint8"
+    assert found["handle"] == ["h" * 66, 4096, 256] and found["event"] == ["event", True]
+    assert found["tensors"] == {"a.weight": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "b": [7.0]}
+    assert found["shapes"] == {"a.weight": [2, 3], "b": [1]}

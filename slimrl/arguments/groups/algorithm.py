@@ -7,6 +7,8 @@ import re
 
 from slimrl.arguments.flag import flag
 
+# estimators that are defined with whitened advantages
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _RETURNS = "it belongs to a critic, which this version does not have; leave it out"
 _REPLAY = "routing is not replayed in this version; leave it out"
 
@@ -67,7 +69,11 @@ class AlgorithmArguments:
         "k1", "KL estimator of the loss and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
     kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")
-    normalize_advantages: bool = flag(False, "whiten advantages over the trained tokens of the rollout")
+    normalize_advantages: bool = flag(
+        False,
+        "whiten advantages over the trained tokens of the rollout (on with --advantage-estimator reinforce_plus_plus"
+        " and reinforce_plus_plus_baseline)",
+    )
     grpo_std_normalization: bool = flag(
         True,
         "do not divide by the group's standard deviation (Dr. GRPO)",

@@ -34,6 +34,13 @@ class ClusterArguments:
         "park the training state in host memory while generating (on with --colocate)",
         off=("--no-offload-train",),
     )
+    offload_train_nccl: bool = flag(
+        True,
+        "keep NCCL's buffers on the device while training is offloaded, and have NCCL_CUMEM_ENABLE=0 where nothing sets"
+        " it: for machines where NCCL hangs with cuMem (GPUs on PCIe, NVIDIA/nccl#2379)",
+        only_off=True,
+        off=("--no-offload-train-nccl",),
+    )
     offload_rollout: bool | None = flag(
         None, "release the engines' memory while training (on with --colocate)", off=("--no-offload-rollout",)
     )
@@ -63,7 +70,9 @@ class ClusterArguments:
         None,
         "function that runs on every training rank after Megatron's initialisation (dotted import path)",
     )
-    train_env_vars: dict[str, Any] = flag({}, "environment variables for the training processes (JSON object)")
+    train_env_vars: dict[str, Any] = flag(
+        {}, "environment variables of the training processes, not of engines (JSON object)"
+    )
 
     @property
     def actor_num_gpus(self) -> int:

@@ -28,6 +28,11 @@ class DataArguments:
         " the run",
         at_least=0,
     )
+    refuse_long_prompts: bool = flag(
+        False,
+        "end the run at the first prompt that is longer than --rollout-max-prompt-len (--eval-max-prompt-len), or than"
+        " an engine's context has room for (such prompts are left out and counted)",
+    )
     input_key: str = flag("input", "column with the prompt: a string or a list of messages")
     label_key: str | None = flag(None, "column with the true answer (no label)")
     metadata_key: str = flag("metadata", "column copied to Sample.metadata where the row has it")

@@ -11,7 +11,14 @@ from slimrl.arguments.flag import flag
 class DebugArguments:
     """Dumps and partial runs."""
 
-    save_debug_rollout_data: str | None = flag(None, "write each rollout's samples here (path with {rollout_id} in it)")
+    save_debug_rollout_data: str | None = flag(
+        None, "write each rollout's samples here (path with {rollout_id} in it; {run_dir} is the run's folder)"
+    )
+    save_debug_rollout_limit: int | None = flag(
+        None,
+        "keep that many newest rollouts of --save-debug-rollout-data, and as many evaluations (all)",
+        at_least=1,
+    )
     load_debug_rollout_data: str | None = flag(
         None, "train on rollouts written before (path with {rollout_id} in it); implies --debug-train-only"
     )

@@ -68,7 +68,11 @@ class KernelArguments:
         choices=("native", "te"),
         not_served="it belongs to --cross-entropy-loss-fusion; leave it out",
     )
-    deterministic_mode: bool = flag(False, "kernels that give the same bits each time; slower on GPUs")
+    deterministic_mode: bool = flag(
+        False,
+        "every rank's kernels and collectives give the same bits each time, and an operation that cannot ends the run;"
+        " slower on GPUs",
+    )
     batch_invariant_mode: bool = flag(
         False,
         "kernels whose result for a row does not depend on the rest of the batch",

@@ -18,7 +18,7 @@ class TrainBatchArguments:
         None, "optimizer steps per rollout (count; from --global-batch-size, 1 where neither is given)", at_least=1
     )
     micro_batch_size: int = flag(
-        1, "samples per forward pass (count); not used with --use-dynamic-batch-size", at_least=1
+        1, "samples per forward pass (count); refused with --use-dynamic-batch-size", at_least=1
     )
     use_dynamic_batch_size: bool = flag(False, "fill each forward pass up to --max-tokens-per-gpu tokens")
     max_tokens_per_gpu: int | None = flag(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from slimrl.arguments.hf_files import UnreadableFileError
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.plan.hf_files import UnreadableFileError
 from slimrl.arguments.plan.machine import Machine, this_machine
 from slimrl.arguments.plan.memory import MemoryPlan, StageMemory, estimate
 from slimrl.arguments.plan.plan import Plan, Surroundings, make_plan

@@ -8,6 +8,7 @@ from typing import Any
 
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.plan.layout import Placement
+from slimrl.arguments.secrets import told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,8 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        told_value = told(name, value)
+        shown = " ".join(map(str, told_value)) if isinstance(told_value, list | tuple) else str(told_value)
         words.append(flag if value is True else f"{flag} {shown}")
     return words
 

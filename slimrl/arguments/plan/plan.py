@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from slimrl.arguments.hf_files import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.plan.batch import Batches, MicroBatch, batches, largest_micro_batch
 from slimrl.arguments.plan.checkpoints import Start, start_of
 from slimrl.arguments.plan.engine_memory import EngineSettings
 from slimrl.arguments.plan.engines import Server, server_defaults, servers
-from slimrl.arguments.plan.hf_files import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.arguments.plan.hook_places import HookPlace, hook_places
 from slimrl.arguments.plan.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.plan.machine import Machine

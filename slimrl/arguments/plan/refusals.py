@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from slimrl.arguments.hf_folder import weights_fault
 from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.plan.advice import less_training, more_cache
 from slimrl.arguments.plan.memory import StageMemory
 from slimrl.arguments.plan.plan import GIB, Plan
 from slimrl.arguments.problem import Problem
@@ -106,7 +109,7 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     if not training_fits:
         yield Problem(
             "--tensor-model-parallel-size",
-            f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {_less_training(plan)}.",
+            f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
         )
     if plan.reward_weights is not None and plan.reward_weights > slot.bytes:
         yield Problem(
@@ -123,8 +126,7 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             "--rollout-num-gpus-per-engine",
             f"an engine's slot has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and a KV"
             f" cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
-            f" {plan.micro_batch.longest_sample:,}: raise --rollout-num-gpus-per-engine or"
-            " --sglang-mem-fraction-static.",
+            f" {plan.micro_batch.longest_sample:,}: {more_cache(plan)}.",
         )
     elif training_fits and plan.colocated and not plan.takes_turns and stage.total + static > slot.bytes:
         most = (slot.bytes - stage.total) / slot.bytes
@@ -145,7 +147,18 @@ def _kept_by(args: Arguments) -> str:
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What does not stop a plan: this machine is too small for it, where it may be meant for other machines."""
+    """What does not stop a plan: weights that are not there yet, a machine that is too small for it."""
+    return [*_no_weights(plan), *_small_machine(plan)]
+
+
+def _no_weights(plan: Plan) -> list[str]:
+    folder = Path(plan.args.hf_checkpoint)
+    fault = weights_fault(folder) if plan.hf_files is None and plan.placement.engines else None
+    return [] if fault is None else [f"--hf-checkpoint {folder} {fault}. Without them only this plan can be made."]
+
+
+def _small_machine(plan: Plan) -> list[str]:
+    """This machine is too small for the plan, which may be meant for other machines."""
     if plan.slot is None or not plan.slot.shared or plan.surroundings.nodes is not None:
         return []
     shortage = _shortage(plan)
@@ -183,22 +196,6 @@ def stage_sum(stage: StageMemory) -> str:
         "loss and backward": max(stage.loss, stage.backward),
     }
     return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-
-
-def _less_training(plan: Plan) -> str:
-    """What would help, without what is on already."""
-    args, means = plan.args, ["raise --tensor-model-parallel-size"]
-    if plan.shape.experts is not None:
-        means.append("raise --expert-model-parallel-size")
-    if plan.groups.optimizer_shares > 1 and not args.use_distributed_optimizer:
-        means.append("add --use-distributed-optimizer")
-    if args.recompute_granularity != "full":
-        means.append("add --recompute-granularity full")
-    if args.use_dynamic_batch_size:
-        means.append("lower --max-tokens-per-gpu")
-    if args.keep_logits:
-        means.append("leave out --keep-logits")
-    return ", ".join(means[:-1]) + (" or " if means[1:] else "") + means[-1]
 
 
 def gib(size: int) -> str:

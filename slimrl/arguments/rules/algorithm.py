@@ -116,12 +116,7 @@ def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
-    """REINFORCE++ is defined with whitened advantages; a discount belongs to it alone."""
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
-        yield Problem(
-            "--normalize-advantages",
-            f"--advantage-estimator {args.advantage_estimator} whitens its advantages: add --normalize-advantages.",
-        )
+    """A discount belongs to REINFORCE++ alone."""
     if args.gamma != 1 and args.advantage_estimator != "reinforce_plus_plus":
         yield Problem(
             "--gamma",

@@ -77,6 +77,16 @@ def dynamic_batches_have_a_cap(args: Arguments, context: Context) -> Iterator[Pr
         )
 
 
+def dynamic_batches_have_no_fixed_size(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--use-dynamic-batch-size decides by tokens how many samples a forward pass has."""
+    if args.use_dynamic_batch_size and "micro_batch_size" in context.given:
+        yield Problem(
+            "--micro-batch-size",
+            f"--micro-batch-size {args.micro_batch_size} is a fixed number of samples and --use-dynamic-batch-size"
+            " fills each forward pass by --max-tokens-per-gpu: leave one of the two out.",
+        )
+
+
 def over_sampling_reaches_the_batch(args: Arguments, context: Context) -> Iterator[Problem]:
     """A wave of prompts is at least one rollout batch."""
     over, batch = args.over_sampling_batch_size, args.rollout_batch_size

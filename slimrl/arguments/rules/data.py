@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
+from slimrl.arguments.prompt_formats import eval_prompt_format, training_prompt_format
 from slimrl.arguments.rules.context import Context
 from slimrl.arguments.rules.paths import absent
 from slimrl.data.data_path import DATA_KINDS, DataMix, DataPath
+from slimrl.data.first_look import Look, look_at
+from slimrl.data.prompt_format import PromptFormat, needs_label
+
+_SECONDS = 0.8  # that a look at all data may take
+
+_FILES = 50  # of a folder that are looked into
+
+# a flag or a key of a set's entry, by what it names
+Names = dict[str, str]
+_OF_TRAINING = {"input": "--input-key", "label": "--label-key"}
+_OF_EVALUATION = {"input": "--eval-input-key", "label": "--eval-label-key"}
+_OF_CONFIG = {"input": "input_key of the set", "label": "label_key of the set"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _DataSet:
+    """One set: where it is named, the paths of its files, how its rows are read, and how many may be bad."""
+
+    flag: str
+    note: str
+    paths: tuple[str, ...]
+    form: PromptFormat
+    names: Names
+    allowed: int
 
 
 def data_files_exist(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Prompt and evaluation data can be opened, and their first row has the columns."""
+    """Prompt and evaluation data can be opened, and the rows that are looked at can be used."""
+    sets: list[_DataSet] = []
     if args.prompt_data is not None:
-        columns = {"--input-key": args.input_key, "--label-key": args.label_key}
+        form = training_prompt_format(args)
         try:
-            paths = DataMix.parse(args.prompt_data).paths
+            mix = DataMix.parse(args.prompt_data)
+            groups = [mix.paths] if mix.probabilities is None else [(path,) for path in mix.paths]
+            allowed = sys.maxsize if args.has_own_data_source or args.only_evaluates else args.max_bad_rows
+            sets += [_DataSet("--prompt-data", "", paths, form, _OF_TRAINING, allowed) for paths in groups]
         except ValueError as error:
             yield Problem("--prompt-data", f"--prompt-data {error}.")
-            paths = ()
-        for path in paths:
-            yield from _data_problems("--prompt-data", path, columns, args.max_bad_rows)
-    flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
+    flag, names = ("--eval-prompt-data", _OF_EVALUATION) if args.eval_config is None else ("--eval-config", _OF_CONFIG)
     for dataset in args.eval_datasets:
-        columns = {"input key": dataset.input_key, "label key": dataset.label_key}
-        yield from _data_problems(flag, dataset.path, columns, 0, f" (set {dataset.name})")
+        form = eval_prompt_format(args, dataset)
+        sets.append(_DataSet(flag, f" (set {dataset.name})", (dataset.path,), form, names, 0))
+    paths = sum(len(one.paths) for one in sets)
+    for one in sets:
+        yield from _set_problems(one, seconds=_SECONDS * len(one.paths) / paths)
+
+
+def labels_have_a_column(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A reward that compares with the label is given one."""
+    if args.prompt_data is None or args.has_own_data_source or {"label_key", "rm_type"} & context.broken:
+        return  # a class of the user's labels its samples itself
+    form = training_prompt_format(args)
+    if form.label_key is None and form.reward_rule is not None and needs_label(form.reward_rule):
+        yield Problem(
+            "--label-key",
+            f"--rm-type {args.rm_type} compares with the true answer, and no column of --prompt-data is named for it:"
+            " give --label-key.",
+        )
 
 
 def prompts_have_one_source(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -72,65 +113,90 @@ def _has_probabilities(prompt_data: str | list[str]) -> bool:
         return False
 
 
-def _data_problems(
-    flag: str, text: str, columns: dict[str, str | None], allowed: int, note: str = ""
-) -> Iterator[Problem]:
-    try:
-        path = DataPath.parse(text).path
-    except ValueError:
-        yield Problem(flag, f"{flag} {text}{note} has a slice that cannot be read: write path@[start:end].")
-        return
+def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
+    """What is wrong with the paths of a set, and with its rows where nothing is wrong with those."""
+    looks: list[Look] = []
+    for text in one.paths:
+        files: list[Path] = []
+        try:
+            wanted = DataPath.parse(text)
+        except ValueError:
+            sentence = f"{one.flag} {text}{one.note} has a slice that cannot be read: write path@[start:end]."
+            yield Problem(one.flag, sentence)
+            return
+        complaint = _path_complaint(wanted.path, files)
+        if complaint is not None:
+            yield Problem(one.flag, f"{one.flag} {wanted.path}{one.note} {complaint}.")
+            return
+        # which files a slice of several is about takes counting them all: one row of each, to see that it can be read
+        sliced = len(files) > 1 and wanted.rows != slice(None)
+        rows = slice(0, 1) if sliced else wanted.rows
+        seen: list[Look] = []
+        for file in files[:_FILES]:
+            try:
+                look = look_at(file, rows, one.form, seconds=seconds / len(files[:_FILES]))
+            except (OSError, ValueError) as error:
+                yield Problem(one.flag, f"{one.flag} {file}{one.note} cannot be read: {error}.")
+                return
+            seen.append(look)
+            if sliced:
+                continue
+            lacking = list(_column_problems(one, file, look))
+            yield from lacking
+            if lacking:
+                return
+            looks.append(look)
+        if len(seen) == len(files) and not any(look.rows or look.ended_early for look in seen):
+            what = "rows" if wanted.rows == slice(None) else "rows in this slice"
+            yield Problem(one.flag, f"{one.flag} {text}{one.note} holds no {what}: give at least one row.")
+            return
+    yield from _row_problems(one, looks)
+
+
+def _path_complaint(path: Path, files: list[Path]) -> str | None:
+    """What is wrong with a path, None where nothing is; its files are put into `files`."""
     kinds = " nor ".join(DATA_KINDS)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in DATA_KINDS)
-        if not files:
-            yield Problem(flag, f"{flag} {path}{note} is a folder without {kinds} files: check the path.")
-    elif not path.is_file():
-        yield Problem(flag, f"{flag} {path}{note} {absent(path, 'file')}: check the path.")
-        return
-    elif path.suffix not in DATA_KINDS:
-        yield Problem(flag, f"{flag} {path}{note} is neither {kinds}: convert it to one of them.")
-        return
-    else:
-        files = [path]
-    for file in files[:1]:
-        if file.suffix == ".jsonl":
-            yield from _column_problems(flag, file, columns, allowed, note)
+        files += sorted(file for file in path.iterdir() if file.suffix in DATA_KINDS)
+        return None if files else f"is a folder without {kinds} files: check the path"
+    if not path.is_file():
+        return f"{absent(path, 'file')}: check the path"
+    if path.suffix not in DATA_KINDS:
+        return f"is neither {kinds}: convert it to one of them"
+    files.append(path)
+    return None
 
 
-def _column_problems(
-    flag: str, path: Path, columns: dict[str, str | None], allowed: int, note: str
-) -> Iterator[Problem]:
-    """The first row stands for all: a wrong column name is wrong in every row."""
-    try:
-        row = _first_row(path, allowed)
-    except ValueError as error:
-        yield Problem(flag, f"{flag} {path}{note} {error}.")
+def _column_problems(one: _DataSet, path: Path, look: Look) -> Iterator[Problem]:
+    """A wrong column name is wrong in every row: the first object stands for all."""
+    # a column that a Parquet file lacks is lacking in every row
+    if look.columns is None or (len(look.bad) <= one.allowed and path.suffix != ".parquet"):
         return
-    for name, column in columns.items():
-        if column is not None and column not in row:
+    for name, column in ((one.names["input"], one.form.input_key), (one.names["label"], one.form.label_key)):
+        if column is not None and column not in look.columns:
             yield Problem(
-                flag,
-                f"{flag} {path}{note} has no column {column!r} ({name}) but {', '.join(map(repr, row))}:"
-                f" set {name} to one of them.",
+                one.flag,
+                f"{one.flag} {path}{one.note} has no column {column!r} ({name}) but"
+                f" {', '.join(map(repr, look.columns))}: set {name} to one of them.",
             )
 
 
-def _first_row(path: Path, allowed: int) -> dict[str, Any]:
-    """The first row that is an object, behind at most `allowed` others. Raises ValueError saying why there is none."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            lines = list(itertools.islice((line for line in file if line.strip()), allowed + 1))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot be read as UTF-8 text ({error}): convert it, or check the path") from error
-    reason = "is empty: give a file with at least one row"
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            reason = f"has a first row that is not JSON ({error}): write one object per line"
-            continue
-        if isinstance(row, dict):
-            return row
-        reason = "has a first row that is not a JSON object: write one object per line"
-    raise ValueError(reason)
+def _row_problems(one: _DataSet, looks: list[Look]) -> Iterator[Problem]:
+    bad = [row for look in looks for row in look.bad]
+    if len(bad) <= one.allowed:
+        return
+    count = "a bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
+    rows = sum(look.rows for look in looks)
+    limit = f", and --max-bad-rows is {one.allowed}" if one.allowed else ""
+    mend = "mend it" if len(bad) == 1 else "mend them"
+    if one.flag == "--prompt-data":
+        mend += ", or allow for bad rows with --max-bad-rows"
+    where = bad[0]
+    for of_training, name in zip(_OF_TRAINING.values(), one.names.values(), strict=True):
+        where = where.replace(f"({of_training})", f"({name})")
+    first = "" if len(bad) == 1 else "the first "
+    yield Problem(
+        one.flag,
+        f"{one.flag} {' '.join(one.paths)}{one.note} has {count} among the {rows:,} looked at{limit}; {first}{where}:"
+        f" {mend}.",
+    )

@@ -6,15 +6,17 @@ the tensor parallel ranks again. What these rules say of SGLang was read from 0.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator
-from typing import Any
 
+from slimrl.arguments.engine_context import context_of_model, tokens
 from slimrl.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
 
-UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own permission
 SIZES = {"--sglang-pp-size": "pp_size", "--sglang-dp-size": "dp_size", "--sglang-ep-size": "ep_size"}
 _PER_ENGINE = "--rollout-num-gpus-per-engine"
 
@@ -42,7 +44,8 @@ def engines_fill_their_slots(args: Arguments, context: Context) -> Iterator[Prob
     slots, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if not _has_engines(args, context) or slots % per_engine == 0:
         return
-    cause = " (the training slots, by --colocate)" if "rollout_num_gpus" not in context.given else ""
+    shared = args.colocate and not args.debug_rollout_only
+    cause = " (the training slots, by --colocate)" if shared or "rollout_num_gpus" not in context.given else ""
     yield Problem(
         _PER_ENGINE,
         f"--rollout-num-gpus {slots}{cause} does not divide by {_PER_ENGINE} {per_engine}: choose a divisor.",
@@ -158,21 +161,84 @@ def _divides_tensor_parallel(args: Arguments, flag: str, size: int) -> Iterator[
         )
 
 
-def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The engine refuses a request whose prompt and response are longer than its context."""
-    given = args.sglang_options.get("context_length")
-    if given is None or not _has_engines(args, context) or args.sglang_options.get("allow_auto_truncate"):
+# options of the server that quantise the weights which it serves
+_QUANTISES = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
+
+
+def engine_weights_are_those_of_training(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A weight update brings bf16 tensors under the checkpoint's names, and a quantised server has others."""
+    if not context.is_training or args.debug_train_only or args.debug_rollout_only:
         return
-    if args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION and args.custom_generate_function_path is None:
-        lengths = (args.rollout_max_prompt_len, args.rollout_max_response_len, args.rollout_max_context_len)
-        yield from _fits_context(given, "--rollout-max", *lengths)
-        for dataset in args.eval_datasets:
-            if args.eval_interval is not None and dataset.custom_generate_function_path is None:
-                lengths = (dataset.max_prompt_len, dataset.max_response_len, dataset.max_context_len)
-                yield from _fits_context(given, f"evaluation set {dataset.name}: max", *lengths)
+    for name in _QUANTISES:
+        if value := args.sglang_options.get(name):
+            flag = f"--sglang-{name.replace('_', '-')}"
+            shown = flag if value is True else f"{flag} {value}"
+            yield Problem(
+                flag,
+                f"{shown} quantises the engines' weights, and weight updates bring them unquantised: leave it out.",
+            )
 
 
-def _fits_context(given: Any, name: str, prompt: int | None, response: int | None, limit: int | None):
+def engines_have_no_adapters(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A server would hold adapters that no request asks for and no weight update brings."""
+    for name, value in args.sglang_options.items():
+        if value and "lora" in name:
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield Problem(flag, f"{flag} is about LoRA adapters, which are not served: leave it out.")
+
+
+def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Both ends of the group for weight updates need one NCCL_CUMEM_ENABLE; symmetric memory makes SGLang set 1."""
+    broadcasts = not args.colocate and args.update_weight_transport == "nccl"
+    chosen = args.train_env_vars.get("NCCL_CUMEM_ENABLE", "1")
+    if broadcasts and args.sglang_options.get("enable_symm_mem") and chosen != "1":
+        yield Problem(
+            "--train-env-vars",
+            f"--train-env-vars has NCCL_CUMEM_ENABLE {chosen}, and --sglang-enable-symm-mem makes the engines set 1:"
+            " the group for weight updates needs the same on both sides; leave one of them out.",
+        )
+
+
+def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The engine refuses a request whose prompt and response are longer than its context, and that is its model's."""
+    given = args.sglang_options.get("context_length")
+    if not _has_engines(args, context) or args.sglang_options.get("allow_auto_truncate"):
+        return
+    if args.rollout_external_engine_addrs:
+        return  # which were started with a context of their own
+    of_model = context_of_model(args)
+    if given is not None and of_model is not None and tokens(given) > of_model and _LONGER not in os.environ:
+        yield Problem(
+            "--sglang-context-length",
+            f"--sglang-context-length {given} is more than the {of_model} tokens that config.json of --hf-checkpoint"
+            f" says, and the engines would not start: lower it, or set {_LONGER}=1 where the model is known to read"
+            " more.",
+        )
+        return
+    limit = _Context(given, tokens(given)) if given is not None else _Context(None, of_model)
+    own = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION or args.custom_generate_function_path is not None
+    if limit.tokens is None or own or "rollout_max_response_len" in context.broken:
+        return
+    lengths = (args.rollout_max_prompt_len, args.rollout_max_response_len, args.rollout_max_context_len)
+    if not args.only_evaluates:
+        yield from _fits_context(limit, "--rollout-max", *lengths)
+    for dataset in args.eval_datasets:
+        if args.eval_interval is not None and dataset.custom_generate_function_path is None:
+            lengths = (dataset.max_prompt_len, dataset.max_response_len, dataset.max_context_len)
+            yield from _fits_context(limit, f"evaluation set {dataset.name}: max", *lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """What an engine takes, in tokens; `given` is --sglang-context-length, None where it is the model's own."""
+
+    given: int | str | None
+    tokens: int | None
+
+
+def _fits_context(
+    context: _Context, name: str, prompt: int | None, response: int | None, limit: int | None
+) -> Iterator[Problem]:
     """`prompt`, `response` and `limit` (both together) in tokens; a prompt of unknown length has one token at least."""
     if response is None:
         return
@@ -181,15 +247,16 @@ def _fits_context(given: Any, name: str, prompt: int | None, response: int | Non
     words += f" + {name}-response-len {response} = {need}"
     if limit is not None and limit < need:
         need, words = limit, f"{name}-context-len {limit}"
-    if tokens(given) < need:
+    if context.tokens >= need:
+        return
+    if context.given is not None:
         yield Problem(
             "--sglang-context-length",
-            f"--sglang-context-length {given} is less than the longest sample, {words}: give at least {need}.",
+            f"--sglang-context-length {context.given} is less than the longest sample, {words}: give at least {need}.",
         )
-
-
-def tokens(given: int | str) -> int:
-    """A number as SGLang reads it: 32768, "32k" (thousands) or "32Ki" (powers of 1024)."""
-    text = str(given).strip()
-    unit = next((unit for unit in sorted(UNITS, key=len, reverse=True) if text.endswith(unit)), "")
-    return int(float(text.removesuffix(unit)) * UNITS.get(unit, 1))
+    else:
+        yield Problem(
+            "--rollout-max-response-len",
+            f"the model of --hf-checkpoint reads {context.tokens} tokens (config.json), less than the longest sample,"
+            f" {words}: lower these lengths, or give a model that reads more.",
+        )

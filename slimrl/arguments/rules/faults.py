@@ -70,8 +70,8 @@ def external_engines_are_apart(args: Arguments, context: Context) -> Iterator[Pr
                 f"{flag} is for servers that slimrl starts on its slots, and {_EXTERNAL} names running ones:"
                 " leave one of the two out.",
             )
-    if args.sglang_options:
-        names = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang_options))
+    if options := args.sglang_options.keys() - {"api_key"}:  # that of the running servers is told by nobody else
+        names = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(options))
         yield Problem(
             _EXTERNAL,
             f"{names} is for servers that slimrl starts, and those of {_EXTERNAL} run already: start them with it, and"

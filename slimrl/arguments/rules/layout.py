@@ -90,12 +90,6 @@ def rollout_has_slots(args: Arguments, context: Context) -> Iterator[Problem]:
             "--rollout-num-gpus",
             "the engines have no slots: give --rollout-num-gpus (slots of their own) or --colocate (shared slots).",
         )
-    elif args.colocate and args.rollout_num_gpus != args.actor_num_gpus and not args.debug_rollout_only:
-        yield Problem(
-            "--rollout-num-gpus",
-            f"--rollout-num-gpus {args.rollout_num_gpus} differs from the {_training_slots(args)} training slots that"
-            " --colocate shares: leave it out, or leave --colocate out.",
-        )
 
 
 def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -133,6 +127,36 @@ def worker_environment_is_text(args: Arguments, context: Context) -> Iterator[Pr
                 f"--train-env-vars has {name} {shown}, which is not text: write {json.dumps(name)}:"
                 f" {json.dumps(shown)}.",
             )
+
+
+# what --deterministic-mode needs of a rank's environment: variable -> values that keep it, the first is set by itself
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
+
+
+def deterministic_mode_is_not_undone(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Variables of the training processes win over what --deterministic-mode sets."""
+    for name, values in _DETERMINISTIC.items():
+        given = args.train_env_vars.get(name)
+        if args.deterministic_mode and given is not None and given not in values:
+            yield Problem(
+                "--train-env-vars",
+                f"--train-env-vars has {name} {given}, with which kernels are free to differ from run to run:"
+                f" --deterministic-mode sets {values[0]} by itself, leave {name} or the mode out.",
+            )
+
+
+def placement_chooses_the_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Every rank is given the GPU that Ray reserved for it."""
+    if "CUDA_VISIBLE_DEVICES" in args.train_env_vars:
+        yield Problem(
+            "--train-env-vars",
+            "--train-env-vars has CUDA_VISIBLE_DEVICES, and every rank sees the GPU that Ray reserved for it: leave it"
+            " out; set it where Ray is started to keep Ray off some GPUs.",
+        )
 
 
 def only_one_side_is_left_out(args: Arguments, context: Context) -> Iterator[Problem]:

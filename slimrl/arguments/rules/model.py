@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.hf_config import disagreements
+from slimrl.arguments.installed import transformer_engine_installed
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
@@ -49,8 +49,8 @@ def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def kernels_are_installed(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--transformer-impl transformer_engine needs that package."""
-    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    """--transformer-impl transformer_engine needs that package and its binding for torch, a package of its own."""
+    if args.transformer_impl == "transformer_engine" and not transformer_engine_installed():
         yield Problem(
             "--transformer-impl",
             "--transformer-impl transformer_engine needs a package that is not installed: install transformer_engine,"

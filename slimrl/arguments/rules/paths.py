@@ -27,6 +27,28 @@ def hf_checkpoint_exists(args: Arguments, context: Context) -> Iterator[Problem]
         )
 
 
+_LONGEST_NAME = 200  # bytes; file systems take 255, and names are made of it
+
+
+def run_has_a_plain_name(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The name is one folder in --runs-dir, and no way out of it."""
+    name = args.run_name
+    if name is None:
+        return
+    mend = "give a plain name, such as my-run"
+    if "/" in name or "\\" in name:
+        fault, mend = "leads to another folder", f"{mend}, and its place with --runs-dir"
+    elif name.startswith("."):
+        fault = "begins with a dot"
+    elif not name.isprintable() or name != name.strip():
+        name, fault = ascii(name), "has characters that cannot be seen"
+    elif (length := len(name.encode())) > _LONGEST_NAME:
+        name, fault = f"{name[:20]}...", f"has {length} bytes and may have {_LONGEST_NAME}"
+    else:
+        return
+    yield Problem("--run-name", f"--run-name {name} {fault}, and it is the name of a folder: {mend}.")
+
+
 def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Problem]:
     """No file stands where a folder is to be made."""
     for flag, value in (
@@ -61,6 +83,12 @@ def dump_templates_name_the_rollout(args: Arguments, context: Context) -> Iterat
             yield Problem(
                 flag, f"{flag} {template} gives {what} the same file: put {' and '.join(missing)} into the path."
             )
+    if args.save_debug_rollout_limit is not None and args.save_debug_rollout_data is None:
+        yield Problem(
+            "--save-debug-rollout-limit",
+            f"--save-debug-rollout-limit {args.save_debug_rollout_limit} says how many recorded rollouts are kept, and"
+            " none is recorded: give --save-debug-rollout-data, or leave it out.",
+        )
     if args.save_debug_rollout_data is not None and args.save_debug_rollout_data == args.save_debug_train_data:
         yield Problem(
             "--save-debug-train-data",

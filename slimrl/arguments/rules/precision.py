@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from slimrl.arguments.flag import flag_specs
@@ -10,6 +9,7 @@ from slimrl.arguments.groups.model import ModelArguments
 from slimrl.arguments.groups.offload import OffloadArguments
 from slimrl.arguments.groups.optimizer import OptimizerArguments
 from slimrl.arguments.groups.precision import PrecisionArguments
+from slimrl.arguments.installed import transformer_engine_installed
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
 from slimrl.arguments.rules.context import Context
@@ -43,7 +43,7 @@ def few_bits_have_their_kernels(args: Arguments, context: Context) -> Iterator[P
     for flag, value in (("--fp8-format", args.fp8_format), ("--fp4-format", args.fp4_format)):
         if value is None:
             continue
-        if importlib.util.find_spec("transformer_engine") is None:
+        if not transformer_engine_installed():
             yield Problem(
                 flag,
                 f"{flag} {value} needs a package that is not installed: install transformer_engine, or leave it out.",
@@ -87,7 +87,7 @@ def optimizer_state_has_a_holder(args: Arguments, context: Context) -> Iterator[
                 f"{flag} {values[name]} is not what --optimizer-cpu-offload keeps, which is fp32: leave one of them"
                 " out.",
             )
-        elif values[name] != "fp32" and importlib.util.find_spec("transformer_engine") is None:
+        elif values[name] != "fp32" and not transformer_engine_installed():
             flag = "--" + name.replace("_", "-")
             yield Problem(
                 flag,

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slimrl.arguments.reward_model import REWARD_MODEL
+from slimrl.data.prompt_format import BOXED_PREFIX, NUMBER_OR_TEXT_RULES, TEXT_RULES, label_fault
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import instructions, multiple_choice, rules
 from slimrl.rollout.rm_hub.boxed import last_boxed
@@ -30,7 +31,6 @@ from slimrl.rollout.sampling import sampling_seed
 
 Reward = float | dict[str, Any]
 
-BOXED_PREFIX = "boxed_"
 REMOTE = "remote_rm"
 MODEL = REWARD_MODEL
 RANDOM = "random"
@@ -97,23 +97,17 @@ def builtin_types() -> list[str]:
 
 def _answer(sample: Sample) -> dict[str, Any]:
     """The true answer as text; a label may be a number, or hold its answer in a box."""
-    label = sample.label
-    if isinstance(label, bool) or not isinstance(label, str | int | float) or str(label).strip() == "":
-        raise ValueError(
-            f"the label is {label!r}, and math rewards need the answer as text or number: check --label-key"
-        )
-    text = str(label)
+    if (fault := label_fault(NUMBER_OR_TEXT_RULES[0], sample.label)) is not None:
+        raise ValueError(fault)
+    text = str(sample.label)
     boxed = last_boxed(text)
     return {"label": text if boxed is None else boxed}
 
 
 def _texts(sample: Sample) -> dict[str, Any]:
-    labels = sample.label if isinstance(sample.label, list) else [sample.label]
-    if not labels or not all(isinstance(label, str) for label in labels):
-        raise ValueError(
-            f"the label is {sample.label!r}, and f1 rewards need a text or a list of them: check --label-key"
-        )
-    return {"label": labels}
+    if (fault := label_fault(TEXT_RULES[0], sample.label)) is not None:
+        raise ValueError(fault)
+    return {"label": sample.label if isinstance(sample.label, list) else [sample.label]}
 
 
 def _question(sample: Sample) -> dict[str, Any]:

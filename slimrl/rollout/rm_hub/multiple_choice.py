@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slimrl.rollout.rm_hub.boxed import last_boxed
+from slimrl.rollout.rm_hub.boxed import last_boxed, without_special_tokens
+from slimrl.rollout.rm_hub.choice_letters import Statement, statements
 
 LETTERS = "ABCDEFGHIJ"
-_SAID = re.compile(
-    r"(?:answer|choice|option)(?:\s+(?:is|would\s+be|must\s+be))?\s*[:=]?\s*\**\s*(?:is\s*:?\s*)?"
-    r"(?:option|choice)?\s*[\[({*$\\]*\s*(?:text\{)?(?:\((\w)\)|(?-i:([A-Z])))(?![A-Za-z'])",
-    re.IGNORECASE,
-)
 _ALONE = re.compile(r"[\s*_`$(\[{]*(?:\\text\{)?\(?([A-Za-z])[)\]}.:*_`$\s]*")
-_LEADING = re.compile(r"\s*\(?([A-Z])[).:]\s+\S")
+_LEADING = re.compile(r"\s{0,9}\(?([A-Z])[).:]\s+\S")
 _PARENTHESISED = re.compile(r"\(([A-Z])\)")
-_BARE = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])")
+_POINTED_AT = re.compile(r"(?:^|[:=→;,—–-])[\s*(]*([B-HJ])[)*]*[.!]?\s*$")
 
 
 def question(label: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -48,14 +44,18 @@ def is_right(response: str, question: dict[str, Any]) -> bool:
     if question["letter"] not in choices:
         return False
     tail = _words(last_boxed(response) or response[-2000:])
-    spelled = [name for name, text in choices.items() if text and f" {text} " in f" {tail} "]
+    spelled = [
+        name
+        for name, text in choices.items()
+        if text and re.search(rf"(?<!\bnot)(?<!\bnot the)(?<!\bnot a) {re.escape(text)} ", f" {tail} ")
+    ]
     longest = max(spelled, key=lambda name: len(choices[name]), default=None)
     return longest == question["letter"]
 
 
 def chosen_letter(response: str, letters: list[str]) -> str | None:
-    """The letter of the last box, else after the last "answer is", else of the last line that is one, else the last
-    one in parentheses, else the last capital that stands alone on the last line."""
+    """The letter of the last box, else of the last line that is one, else the one that the text last calls the answer
+    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny."""
     boxed = last_boxed(response)
     for pattern, text in (
         (_ALONE, boxed or ""),
@@ -64,19 +64,42 @@ def chosen_letter(response: str, letters: list[str]) -> str | None:
         match = pattern.match(text)
         if match is not None and match[1].upper() in letters and (pattern is _LEADING or match.end() == len(text)):
             return match[1].upper()
-    named = [(one or other).upper() for one, other in _SAID.findall(response)]
-    said = [letter for letter in named if letter in letters]
-    if said:
-        return said[-1]
+    response = without_special_tokens(response)
     lines = [line for line in response.splitlines() if line.strip()]
-    if lines and (match := _ALONE.fullmatch(lines[-1])) and match[1].upper() in letters:
+    last = lines[-1] if lines else ""
+    if (match := _ALONE.fullmatch(last)) and match[1].upper() in letters:
         return match[1].upper()
-    for pattern, text in ((_PARENTHESISED, response), (_LEADING, lines[-1] if lines else "")):
+    said = statements(response, letters)
+    settled, denied = _settled(said)
+    if settled is not None:
+        return settled
+    if any(statement.says == "open" for statement in said[-1:]):
+        return None
+    for pattern, text in ((_PARENTHESISED, response), (_LEADING, last), (_POINTED_AT, last)):
         found = [letter for letter in pattern.findall(text) if letter in letters]
         if found:
-            return found[-1]
-    bare = [letter for letter in _BARE.findall(lines[-1] if lines else "") if letter in letters and letter not in "AI"]
-    return bare[-1] if bare else None
+            return found[-1] if found[-1] not in denied else None
+    return None
+
+
+def _settled(said: list[Statement]) -> tuple[str | None, set[str]]:
+    """The letter that was last called the answer and not taken back, and those that were last said not to be it.
+
+    What is only said to be true or false does not replace what was called the answer, unless that was taken back.
+    """
+    settled, weight, denied = None, 0, set()
+    for statement in said:
+        weight = min(weight, 1) if statement.rethought else weight
+        if statement.says == "is" and statement.weight >= weight:
+            (settled,), weight = set(statement.letters), statement.weight
+            denied.discard(settled)
+        elif statement.says == "is not":
+            denied |= set(statement.letters)
+            if settled in denied and statement.weight >= weight:
+                settled, weight = None, 0
+        elif statement.says == "open":
+            settled, weight = None, 0
+    return settled, denied
 
 
 def _right_letter(label: Any, letters: list[str], choices: dict[str, str]) -> str | None:

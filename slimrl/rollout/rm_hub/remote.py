@@ -1,7 +1,8 @@
 """Rewards from a service over HTTP (`--rm-type remote_rm --rm-url ...`).
 
-Promises that a request which the service refuses is never repeated, that every wait is bounded, and that what goes
-wrong is an error that names the service, never a reward of 0. Owned by the reward scorer.
+Promises that a request which the service refuses is never repeated, that prompts and responses are sent to no other
+address than the one given (redirects are refused), that every wait is bounded, and that what goes wrong is an error
+that names the service, never a reward of 0. Owned by the reward scorer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RemoteRewardError(ServiceError):
 
 
 class RemoteRefused(RemoteRewardError):
-    """The service answered 4xx: the request itself is wrong, so it was sent once."""
+    """The service answered 3xx or 4xx: the address or the request itself is wrong, so it was sent once."""
 
 
 class RemoteUnreachable(RemoteRewardError):
@@ -40,6 +41,7 @@ class RemoteReward:
     """Posts `{"prompt", "response", "label"}` to one address and takes the JSON reply as the reward.
 
     `name` stands for the address in messages. `ask` posts anything else to it, for rewards of another form.
+    `key` is shown to it.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class RemoteReward:
         time_limit_s: float = TIME_LIMIT_S,
         first_pause_s: float = FIRST_PAUSE_S,
         name: str | None = None,
+        key: str | None = None,
     ) -> None:
         self._url = url
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._name = name or f"--rm-url {url}"
         self._timeout = aiohttp.ClientTimeout(total=time_limit_s)
         self._time_limit_s = time_limit_s
@@ -61,8 +65,8 @@ class RemoteReward:
     async def reward(self, sample: Sample, response: str | None = None) -> float | dict[str, Any]:
         """The reward of a sample, `response` standing in for its response where given.
 
-        Raises RemoteRefused on a 4xx, RemoteUnreachable when all attempts failed, RemoteRewardError on a reply that is
-        neither a number nor a JSON object.
+        Raises RemoteRefused on a 3xx or 4xx, RemoteUnreachable when all attempts failed, RemoteRewardError on a reply
+        that is neither a number nor a JSON object.
         """
         text = sample.response if response is None else response
         body = encoded({"prompt": sample.prompt, "response": text, "label": sample.label})
@@ -102,8 +106,14 @@ class RemoteReward:
 
     async def _post(self, body: bytes) -> bytes:
         async with self._open_session().post(
-            self._url, data=body, headers={"Content-Type": "application/json"}, timeout=self._timeout
+            self._url, data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as reply:
+            if 300 <= reply.status < 400:
+                raise RemoteRefused(
+                    f"{self._name} redirects (HTTP {reply.status}) to {reply.headers.get('Location', 'nowhere')!r}, and"
+                    " prompts and responses go to no other address than the one given: give --rm-url the address that"
+                    " answers itself"
+                )
             content = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
                 content += chunk

@@ -46,12 +46,20 @@ class _Server:
 class RewardModel:
     """Scores samples on the server with the fewest requests; `reward_input` says what is read of them."""
 
-    def __init__(self, urls: list[str], reward_input: RewardInput, *, concurrency: int, vocabulary: int | None) -> None:
+    def __init__(
+        self,
+        urls: list[str],
+        reward_input: RewardInput,
+        *,
+        concurrency: int,
+        vocabulary: int | None,
+        key: str | None = None,
+    ) -> None:
         """`concurrency` is per server; ids from `vocabulary` on are refused, because a server would die of them."""
         self._servers = [
             _Server(
                 url,
-                RemoteReward(f"{url}/classify", name=f"the reward model's server {url}"),
+                RemoteReward(f"{url}/classify", name=f"the reward model's server {url}", key=key),
                 asyncio.Semaphore(concurrency),
             )
             for url in urls
@@ -70,14 +78,15 @@ class RewardModel:
         reward_input = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust=(own, policy))
         urls = addresses(args.rm_url)
         logger.info("reward model %s at %s reads: %s", args.rm_model, ", ".join(urls), reward_input.form)
-        return cls(urls, reward_input, concurrency=args.rm_concurrency, vocabulary=config.vocabulary)
+        key = args.rm_server_options.get("api_key")
+        return cls(urls, reward_input, concurrency=args.rm_concurrency, vocabulary=config.vocabulary, key=key)
 
     async def reward(self, sample: Sample) -> float:
         """The reward of a sample.
 
         Raises RewardModelError on a sample that cannot be read or a reply that is no single finite number,
-        RemoteRefused on a 4xx (as for a sample longer than the model's context), RemoteUnreachable when all attempts
-        on all servers failed.
+        RemoteRefused on a 3xx or 4xx (as for a sample longer than the model's context), RemoteUnreachable when all
+        attempts on all servers failed.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slimrl.rollout.rm_hub import instructions, multiple_choice, overlap
-from slimrl.rollout.rm_hub.boxed import last_boxed
+from slimrl.rollout.rm_hub.boxed import last_boxed, without_special_tokens
 from slimrl.rollout.rm_hub.equality import answers_equal
 
 Algebra = Callable[[str, str], bool]
@@ -18,7 +18,10 @@ Algebra = Callable[[str, str], bool]
 DAPO_TAIL_CHARS = 300
 NO_ANSWER = "[INVALID]"
 THINKING_ENDS = ("</think>", "###Response")
-_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_ANSWER_LINE = re.compile(r"(?i)answer[\s*_]*[:：][\s*_`]*([^\n]+)")
+# emphasis is not part of an answer; between two values `**` is a power
+_EMPHASIS = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\])|^[*_`\s]+|[*_`\s]+$")
+_TEXT_COMMAND = re.compile(r"\\text[a-z]*\s*\{([^{}]*)\}")
 
 
 def judge(request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
@@ -60,10 +63,13 @@ def _deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> flo
 
 
 def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str, Any]:
-    found = [response] if request["boxed"] else _ANSWER_LINE.findall(response[-DAPO_TAIL_CHARS:])
-    if not found:
-        return wrong("dapo")
-    pred = found[-1].strip()
+    if request["boxed"]:
+        pred = response.strip()
+    else:
+        found = _ANSWER_LINE.findall(without_special_tokens(response[-DAPO_TAIL_CHARS:]))
+        if not found:
+            return wrong("dapo")
+        pred = _EMPHASIS.sub("", found[-1].strip())
     boxed = last_boxed(pred)
     pred = pred if boxed is None else boxed
     right = answers_equal(pred, request["label"], algebra)
@@ -71,6 +77,8 @@ def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str,
 
 
 def _f1(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    if request["boxed"]:
+        response = _TEXT_COMMAND.sub(r"\1", response)
     return max(overlap.f1(response, label) for label in request["label"])
 
 

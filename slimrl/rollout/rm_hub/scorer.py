@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.hooks import CustomReward, GroupReward, resolve
+from slimrl.rollout.making import begin_calls
 from slimrl.rollout.rm_hub import builtin
 from slimrl.rollout.rm_hub.builtin import Reward
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
@@ -99,6 +100,11 @@ class RewardScorer:
             rewards.update(zip(places, judged, strict=True))
         return [rewards[place] for place in range(len(samples))]
 
+    def begin(self) -> None:
+        """From now on `async_rm` judges by this scorer in the current task, and in those that it begins."""
+        _current_scorer.set(self)
+        begin_calls(self._args)
+
     def close(self) -> None:
         """Ends the graders and the connections."""
         self._graders.close()
@@ -114,7 +120,7 @@ class RewardScorer:
 
     async def _run(self, path: str, call: Any) -> Any:
         """A user function's answer within the time limit; it may ask `async_rm`."""
-        _current_scorer.set(self)
+        self.begin()
         return await within(self._custom_time_limit_s, path, call)
 
     async def _score_by_rule(self, sample: Sample, rule: RewardRule) -> Reward:

@@ -193,7 +193,56 @@ def test_too_little_memory_for_training_is_refused_with_the_sum(recipe):
     (sentence,) = sentences(plan_of(recipe, "--bf16 --slot-memory-gib 18"))
     assert sentence.startswith("training needs ")
     assert "weights 3.75 GiB + gradients 7.49 GiB + optimizer 5.62 GiB" in sentence
-    assert "raise --tensor-model-parallel-size" in sentence
+    assert "raise --tensor-model-parallel-size to 4" in sentence
+
+
+ONE_SLOT = "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate"
+ALONE = "--bf16 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.5"
+
+
+def advice(plan):
+    return next(problem.sentence for problem in refusals(plan) if problem.sentence.startswith("training needs"))
+
+
+def test_state_that_alone_is_too_large_is_not_met_with_advice_about_activations(recipe):
+    # weights 7.5 GiB + gradients 15.0 + optimizer 45.0 on one slot
+    said = advice(plan_of(recipe, f"{ALONE} --slot-memory-gib 40", placement=ONE_SLOT))
+    assert said.endswith(
+        "; add --optimizer-cpu-offload and --use-precision-aware-optimizer or train on 4 GPUs (--actor-num-nodes 4)."
+    )
+    for useless in ("--recompute", "--max-tokens-per-gpu", "--tensor-model-parallel-size", "--keep-logits"):
+        assert useless not in said
+
+
+def test_state_that_no_switch_brings_down_asks_for_gpus(recipe):
+    more = f"{ALONE} --slot-memory-gib 20"  # weights and gradients alone are 22.5 GiB
+    said = advice(plan_of(recipe, more, placement=ONE_SLOT))
+    assert "nothing that is served here brings it down so far: take a smaller model, or GPUs with more memory" in said
+
+
+@pytest.mark.parametrize("gibibytes", [12, 16, 18, 20, 30, 45, 60])
+@pytest.mark.parametrize("placement", [ONE_SLOT, COLOCATED], ids=["one slot", "eight slots"])
+def test_each_piece_of_advice_makes_the_plan_fit(recipe, gibibytes, placement):
+    base = ALONE if placement == ONE_SLOT else "--bf16"
+    plan = plan_of(recipe, f"{base} --slot-memory-gib {gibibytes}", placement=placement)
+    found = [problem.sentence for problem in refusals(plan) if problem.sentence.startswith("training needs")]
+    if not found or "nothing that is served" in found[0]:
+        return
+    mends = re.split(r", | or ", found[0].rpartition("; ")[2].removesuffix("."))
+    assert mends
+    for mend in mends if "together" not in found[0] else []:
+        flags = " ".join(re.findall(r"--[a-z-]+(?: to \d+| [a-z0-9]+)?", mend)).replace(" to ", " ").replace(" and", "")
+        if "--max-tokens-per-gpu" in flags:
+            continue
+        mended = plan_of(recipe, f"{base} --slot-memory-gib {gibibytes} {flags}", placement=placement)
+        assert not [one for one in refusals(mended) if one.sentence.startswith("training needs")], mend
+
+
+def test_a_cache_that_no_fraction_makes_large_enough_is_not_met_with_one(recipe):
+    more = f"{ALONE} --sglang-mem-fraction-static 0.9 --slot-memory-gib 9"  # of which the weights take 7.5 GiB
+    said = next(one for one in sentences(plan_of(recipe, more, placement=ONE_SLOT)) if "an engine's slot" in one)
+    assert "--sglang-mem-fraction-static" not in said
+    assert "raise --rollout-num-gpus-per-engine to 2 and --rollout-num-gpus to 2" in said
 
 
 def test_two_roles_that_do_not_fit_beside_each_other_are_refused(recipe):

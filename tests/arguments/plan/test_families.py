@@ -6,7 +6,7 @@ import pytest
 from safetensors import safe_open
 
 from slimrl.arguments import read_args
-from slimrl.arguments.plan.hf_files import read_hf_files
+from slimrl.arguments.hf_files import read_hf_files
 from slimrl.arguments.plan.parameters import selection_biases, total_parameters
 from slimrl.arguments.plan.shape import shape_of
 from tests.families.toys import TOYS

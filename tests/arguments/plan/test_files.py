@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.arguments.hf_files import UnreadableFileError, bytes_per_weight, read_hf_files
 from slimrl.arguments.plan.checkpoints import find, start_of
-from slimrl.arguments.plan.hf_files import UnreadableFileError, bytes_per_weight, read_hf_files
 from slimrl.arguments.plan.hook_places import hook_places
 from tests.arguments.plan.published import QWEN3_4B, flags
 
@@ -161,3 +161,16 @@ def test_each_of_several_hooks_of_one_flag_has_its_place():
     places = [place for place in hook_places(flags(QWEN3_4B, rollout_sample_hook_path=paths))]
     found = [(place.function, place.file.name) for place in places if place.door == "--rollout-sample-hook-path"]
     assert found == [("examples.filters.between", "filters.py"), ("examples.reward.judge", "reward.py")]
+
+
+@pytest.mark.parametrize("file", ["../../secret.safetensors", "/etc/passwd", "..", "sub/model.safetensors", "", 5])
+def test_an_index_that_leaves_its_folder_is_refused_by_tensor_and_by_both_readers(tmp_path, file):
+    from slimrl.weights.hf_files import HfCheckpoint
+
+    index = {"weight_map": {"model.norm.weight": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    complaint = r"index\.json says that model\.norm\.weight lies in .*no file of its folder"
+    with pytest.raises(UnreadableFileError, match=complaint):
+        read_hf_files(tmp_path, layers=2, tied=False)
+    with pytest.raises(UnreadableFileError, match=complaint):
+        HfCheckpoint(tmp_path)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from slimrl.rollout.rm_hub.equality import intervals, structure, words
+from slimrl.rollout.rm_hub.equality import chains, intervals, structure, words
 from slimrl.rollout.rm_hub.equality.rationals import at_once, rational
 from slimrl.rollout.rm_hub.equality.spelling import clean, tight
 from slimrl.rollout.rm_hub.equality.units import conversion, measure, split_unit
@@ -22,6 +22,8 @@ MAX_ITEMS = 200
 _TRIGONOMETRIC = re.compile(r"sin|cos|tan|cot|sec|csc|\\pi")
 _GROUPED = re.compile(r",(?=\d{3})")
 _BASED = re.compile(r"(-?[0-9A-F]+)_\{?(\d+)\}?")
+_HEXADECIMAL = re.compile(r"(-?)0[xX]([0-9A-Fa-f]+)")
+_SPOKEN_RATIO = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=[\d\\])")
 
 Algebra = Callable[[str, str], bool]
 
@@ -62,6 +64,10 @@ class _Comparison:
         values = rational(answer), rational(label)
         if None not in values:
             return values[0] == values[1]
+        if (":" in answer) != (":" in label) and "to" in answer + label:
+            answer, label = (_SPOKEN_RATIO.sub(":", text) for text in (answer, label))
+            if tight(answer) == tight(label):
+                return True
         plain = [
             _GROUPED.sub("", text) if value is not None else text
             for text, value in zip((answer, label), values, strict=True)
@@ -103,6 +109,9 @@ class _Comparison:
 
     def _other_bases(self, answer: str, label: str) -> bool | None:
         """Numbers with their base, `1010_2`: the same digits in the same base, or left out, or the decimal number."""
+        prefixed = [_HEXADECIMAL.fullmatch(text) for text in (answer, label)]
+        if any(prefixed):
+            return self._prefixed(prefixed, answer, label)
         bases = [_BASED.fullmatch(text) for text in (answer, label)]
         if None not in bases:
             return bases[0].groups() == bases[1].groups()
@@ -110,6 +119,16 @@ class _Comparison:
         if based is None or not plain.isdecimal() or not 2 <= int(based[2][:3]) <= 36:
             return None
         return based[1] == plain or _in_decimals(based[1], int(based[2][:3])) == int(plain)
+
+    def _prefixed(self, prefixed: list[re.Match[str] | None], answer: str, label: str) -> bool:
+        """`0x10` as the number 16, or as digits in base 16 where the other has a base; never as the digits 10."""
+        texts = [answer, label]
+        based = any(map(_BASED.fullmatch, texts))
+        for place, match in enumerate(prefixed):
+            if match is not None:
+                digits = f"{match[2].lstrip('0').upper() or 0}_16" if based else str(int(match[2], 16))
+                texts[place] = match[1] + digits
+        return self._deeper().equal(*texts)
 
     def _matrices(self, answer: str, label: str) -> bool | None:
         first, second = structure.matrix(answer), structure.matrix(label)
@@ -161,6 +180,8 @@ class _Comparison:
         value = words.number_word(spoken)
         if value is not None:
             return value == rational(split_unit(other)[0])
+        if spoken == "infinitely many":
+            return tight(other) == "\\infty" or None
         if spoken == "no solution":
             return tight(other) == "\\emptyset" or None
         if spoken == "all real numbers":
@@ -183,6 +204,10 @@ class _Comparison:
         return intervals.equal(first, second, self._deeper().equal)
 
     def _assignments(self, answer: str, label: str) -> bool | None:
+        verdict = self._values_given(answer, label)
+        return chains.holds(answer) if verdict else verdict
+
+    def _values_given(self, answer: str, label: str) -> bool | None:
         first, second = _assigned(answer), _assigned(label)
         if second is not None and not structure.is_name(second[0]):
             return None  # a label that is an equation asks for an equation
@@ -302,6 +327,13 @@ def _assigned(text: str) -> tuple[str, str] | None:
         return None
     # what stands before the first rounding is exact
     exact = next((place for place, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
+    if (
+        not named
+        and chain.signs == ["="]
+        and structure.is_name(chain.terms[1])
+        and rational(chain.terms[0]) is not None
+    ):
+        return chain.terms[1], chain.terms[0]
     return chain.terms[0], chain.terms[exact] if exact or not (named or not chain.terms[0]) else chain.terms[-1]
 
 

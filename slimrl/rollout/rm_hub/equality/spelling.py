@@ -41,9 +41,23 @@ _GAP_IN_NUMBER = re.compile(r"(?<=\d)(?:\\,|\\ |~|\{,\}|\{\\,\}|\\!|,\\!|\s)(?=\
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:(?:\\,|\\ |~|\\;| )\d{3})+(?![\d/])")
 _DOTTED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.,])")
 _MARKED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\{\\,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))")
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,}])(\d+)\{,\}(\d{1,2}(?!\d)|\d{4,})|(?<![\d.,}])0\{,\}(\d+)")
+# `$25$ km`, `\(3\) and \(4\)`: mathematics in a sentence, of which the signs around it say nothing
+_INLINE = re.compile(r"(?<!\\)\$([^$]*?)(?<!\\)\$|(?<!\\)\\\(((?:(?!\\[()]).)*)\\\)")
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:operatorname|text|mathrm)\s*\{\s*cis\s*\})"
 _ARGUMENT = r"(\([^()]*\)|\{[^{}]*\}|\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|\d+(?:\.\d+)?(?:\s*\^\s*\{?\\circ\}?)?)"
 _SCALES = {"million": 6, "billion": 9, "trillion": 12}
+
+
+_ORDINAL = (
+    r"(\d)\s*\^?\s*\{?\s*\\(?:text[a-z]*|mathrm|rm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"
+    r"|(1)\s*\^\s*(?:st\b|\{\s*st\s*\})|(2)\s*\^\s*(?:nd\b|\{\s*nd\s*\})|(3)\s*\^\s*(?:rd\b|\{\s*rd\s*\})"
+    r"|(\d)\s*\^\s*(?:th\b|\{\s*th\s*\})"
+)
+
+
+def _ordinal(match: re.Match[str]) -> str:
+    return "".join(digit or "" for digit in match.groups()) + "\\text{th}"
 
 
 def _scale(match: re.Match[str]) -> str:
@@ -55,7 +69,16 @@ _SYNONYMS = (
     (re.compile(r"\\surd(?![a-zA-Z])"), r"\\sqrt "),
     (re.compile(r"\\(?:underline|uline|ensuremath)\s*(?=\{)"), ""),
     (re.compile(r"\\begin\s*\{(aligned|align\*?|gathered|equation\*?)\}((?:(?!\\\\)[^&])*)\\end\s*\{\1\}"), r"\2"),
-    (re.compile(r"\\text\w*\s*\{\s*\\?([$%])\s*\}"), r"\1"),
+    (re.compile(r"\\text\w*\s*\{\s*(?:\\?([$%])|([€£¥₹¢]))\s*\}"), r"\1\2"),
+    (re.compile(r"\\(?:pounds|textsterling)(?![a-zA-Z])"), "£"),
+    (re.compile(r"\\(?:euro|texteuro)(?![a-zA-Z])"), "€"),
+    (re.compile(r"\\(?:yen|textyen)(?![a-zA-Z])"), "¥"),
+    (re.compile(r"\\text\w*\s*\{\s*(Rs\.?|USD|EUR|GBP|INR|US\\?\$)\s*\}\s*(?=[\d.])"), r"\1 "),
+    (re.compile(r"\\#\s*(?=\d)"), ""),
+    (re.compile(r"\\ast(?![a-zA-Z])"), "*"),
+    (re.compile(r"(?<=\d)\s*\\text\s*\{\s*[eE]\s*\}\s*\{?([+-]?\d+)\}?"), r"e\1"),
+    (re.compile(r"\\text\w*\s*\{\s*(0[xX][0-9A-Fa-f]+)\s*\}"), r"\1"),
+    (re.compile(_ORDINAL), _ordinal),
     (re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*)?\b(million|billion|trillion)\b\s*\}?"), _scale),
     (re.compile(r"(?<=\d)(\s*(?:\\text\s*\{\s*)?)([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1\2m"),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), ""),
@@ -124,7 +147,8 @@ _TIDY = (
 )
 _LEAD = re.compile(
     r"(?:so |thus |therefore |hence )?,?\s*(?:the )?(?:final |correct |exact )?(?:answer|result|solution)(?: is|:|=)"
-    r"\s*:?\s*|(?:about|approximately|approx\.?|roughly|around)\s+(?=[\d\\$.-])|=\s*(?=\S)",
+    r"\s*:?\s*|(?:about|approximately|approx\.?|roughly|around)\s+(?=[\d\\$.-])|=\s*(?=\S)"
+    r"|\\sim\s*(?=[\d.-])|(?:#|no\.|number)\s*(?=\d)",
     re.IGNORECASE,
 )
 _TEXT_LEAD = re.compile(r"\\text\s*\{\s*([^{}]*?(?:is|are|:|=)\s*:?)\s*\}\s*(?=\S)")
@@ -141,6 +165,10 @@ def clean(text: str) -> str:
     Delimiters and boxes around the whole are gone; spaces that LaTeX ignores beside operators too.
     """
     text = _unwrapped(_from_unicode(text))
+    if "$" in text or "\\(" in text:
+        text = _INLINE.sub(lambda match: f" {match[1] or match[2] or ''} ", text).strip()
+    if "{,}" in text:
+        text = _DECIMAL_COMMA.sub(lambda match: f"{match[1] or 0}.{match[2] or match[3]}", text)
     text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _MARKED_THOUSANDS.sub("", text)
     if text.count(".") > 1:

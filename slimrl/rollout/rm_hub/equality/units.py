@@ -24,7 +24,14 @@ _MASSES = {
 }  # fmt: skip
 _OTHERS = {
     "angle": {"deg degree \\circ": "1", "rad radian": None},
-    "money": {"$ dollar usd": "1", "cent \\cent ¢": "1/100", "€ euro eur": None, "£ gbp": None, "rupee": None},
+    "money": {
+        "$ dollar usd": "1",
+        "cent \\cent ¢": "1/100",
+        "€ euro eur": None,
+        "£ gbp": None,
+        "rupee ₹ rs inr": None,
+        "¥ yen yuan": None,
+    },
     "share": {"%": "1", "percent": "1", "percentage": "1"},
     "litre": {"ml milliliter millilitre": "1/1000", "l liter litre": "1", "gallon gal": None},
     "energy": {"j joule": "1", "kj kilojoule": "1000"},
@@ -41,15 +48,16 @@ _OTHERS = {
 # Single letters and words that are more often a variable, a name or a list are units only where the text says so.
 _NEEDS_SPACE = re.compile(r"[a-z]{1,2}")
 
-_WORD = r"[A-Za-z%$€£¢\\][A-Za-z.]*"
 _TEXT_UNIT = re.compile(r"\\text\{\s*([^{}\\]*?)\s*\}")
 _POWER = r"(?:\^\{?-?\d\}?)?"
-_TAIL = re.compile(rf"\s*((?:\\text\{{[^{{}}]*\}}{_POWER}[\s/]*)+)$")
+_TAIL = re.compile(rf"\s*((?:\\text\{{[^{{}}]*\}}{_POWER}(?:[\s/]|\\cdot(?![a-z]))*)+)$")
 _PLAIN_TAIL = re.compile(rf"(?<=[\d)}}\s])\s*((?:[A-Za-z]+{_POWER})(?:(?:\s+|\s*/\s*)(?:[A-Za-z]+{_POWER}))*)$")
-_SYMBOL_TAIL = re.compile(r"\s*(%|\^\\circ\s*[CF]?|\\cent|[€£¢$]|(?<=[\d\s}])\\Omega)$")
+_SYMBOL_TAIL = re.compile(r"\s*(%|\^\\circ\s*[CF]?|\\cent|[€£¥₹¢$]|(?<=[\d\s}])\\Omega)$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-_MODULUS = re.compile(r"\s*(\\pmod\s*(?:\{[^{}]*\}|\w+)|\(\s*(?:mod|\\bmod)\s+\w+\s*\))$")
-_CURRENCY_HEAD = re.compile(r"([+-]?)\s*(?:\\\$|\$|€|£|USD\s|US\\?\$)\s*(?=[\d.\\])")
+_MODULUS = re.compile(r"\s*(\\pmod\s*(?:\{[^{}]*\}|\w+)|\(\s*(?:(?:mod|\\bmod)\s+|\\text\s*\{\s*mod\s*\}\s*)\w+\s*\))$")
+_CURRENCY_HEAD = re.compile(
+    r"([+-]?)\s*(?:(?:\\\$|\$|USD\s|US\\?\$)|(€|£|¥|₹|EUR(?=\s)|GBP(?=\s)|INR(?=\s)|Rs(?=\.|\s))\.?)\s*(?=[\d.\\])"
+)
 _INVERSE = re.compile(r"\s*(?:\\cdot\s*)?(?<=[\s}])([A-Za-z]+)\^\{?-(\d)\}?")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _SUMMAND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
@@ -64,7 +72,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
     """The value and the unit as written (None: there is none) of an answer as `clean` leaves it."""
     head = _CURRENCY_HEAD.match(text)
     if head is not None:
-        return head[1] + text[head.end() :], "$"
+        return head[1] + text[head.end() :], (head[2] or "$").casefold()
     if text[:1].isdigit() and (summed := _summed(text)) is not None:
         return summed
     for pattern in (_SYMBOL_TAIL, _TAIL, _MODULUS):

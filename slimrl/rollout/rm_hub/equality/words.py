@@ -7,7 +7,7 @@ from fractions import Fraction
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _MATH = re.compile(r"[\\^_=<>+*/{}|]")
-_SEPARATORS = re.compile(r"[\s,.;:!?'\"()\[\]`-]+")
+_SEPARATORS = re.compile(r"(?:[\s,.;:!?'\"()\[\]`]|-(?!\d)|(?<=\w)-)+")  # the sign of a number stays
 _NO_WORDS = {"and", "sin", "cos", "tan", "log", "cot", "sec", "csc", "gcd", "lcm", "max", "min", "mod"}
 _ARTICLES = {"a", "an", "the"}
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(([A-Za-z])\)|([A-Z])(?=[.):]))[.):]*\s*(\S.*)?")
@@ -19,7 +19,7 @@ _SAME = {
     "none": "no solution", "none exist": "no solution", "none exists": "no solution",
     "it does not exist": "does not exist",
     "doesn t exist": "does not exist", "impossible": "impossible", "not possible": "impossible",
-    "infinite": "infinitely many", "infinite number": "infinitely many", "not defined": "undefined",
+    "infinite": "infinitely many", "infinite number": "infinitely many", "half": "one half", "not defined": "undefined",
     "cannot be determined": "not enough information", "can not be determined": "not enough information",
     "all reals": "all real numbers", "empty set": "no solution",
 }  # fmt: skip
@@ -27,6 +27,10 @@ _ONES = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]  # fmt: skip
+_PARTS = {
+    "half": 2, "halves": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
+    "ninth": 9, "tenth": 10,
+}  # fmt: skip
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
@@ -42,7 +46,7 @@ def as_words(text: str) -> str | None:
     words = [word for word in _SEPARATORS.split(plain.casefold()) if word]
     if len(words) > 1:
         words = [word for word in words if word not in _ARTICLES] or words
-    if not any(_is_word(word) for word in words) and not (marked and words):
+    if not any(_is_word(word) for word in words) and not (marked and any(_says_something(word) for word in words)):
         return None
     joined = " ".join(words).removeprefix("set of ")
     return _SAME.get(joined, joined)
@@ -50,6 +54,11 @@ def as_words(text: str) -> str | None:
 
 def _is_word(word: str) -> bool:
     return (len(word) > 2 and word.isalpha() and word not in _NO_WORDS) or word in ("am", "pm")
+
+
+def _says_something(word: str) -> bool:
+    """Whether a word is more than a number or what joins numbers."""
+    return word not in ("and", "or") and not word.lstrip("+-").isdecimal()
 
 
 def plain(text: str) -> str:
@@ -83,6 +92,10 @@ def with_digits(words: str) -> str:
 
 def number_word(words: str) -> Fraction | None:
     """The number that words up to nine hundred ninety-nine thousand nine hundred ninety-nine name."""
+    parts = words.split()
+    part = _PARTS.get(parts[-1]) or _PARTS.get(parts[-1].removesuffix("s")) if len(parts) == 2 else None
+    if part is not None and parts[0] in _ONES:
+        return Fraction(_ONES.index(parts[0]), part)
     thousands, found, rest = words.partition(" thousand")
     if found:
         parts = _below_thousand(thousands), _below_thousand(rest.strip()) if rest.strip() else Fraction(0)

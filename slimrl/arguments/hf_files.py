@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,21 @@ def _names(folder: Path) -> list[str]:
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError) as error:
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
         raise UnreadableFileError(f"{index} is not an index of weights ({error!r}): copy the model again") from error
+    check_inside(index, weight_map)
+    return sorted(set(weight_map.values()))
+
+
+def check_inside(index: Path, weight_map: Mapping[str, Any]) -> None:
+    """Raises UnreadableFileError, naming the tensor, for an index that names a file outside its folder."""
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise UnreadableFileError(
+                f"{index} says that {tensor} lies in {file!r}, which is no file of its folder: nothing outside it is"
+                " read; take the model again from where it was made, or name the file without a path"
+            )
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

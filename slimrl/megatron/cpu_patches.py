@@ -1,8 +1,8 @@
-"""Makes megatron-core run where CUDA is not available; does nothing where it is.
+"""The patches that make megatron-core run where CUDA is not available.
 
 Promises that only objects inside `megatron.core` change: each of its modules sees a stand-in under its own
 global name `torch`, whose CUDA calls answer for the CPU; torch itself and every other package stay untouched.
-Called once by `parallel.initialize`, after the modules in use are imported; calling it again is harmless.
+Applying a patch twice is harmless. The table in `patches` says when each of them applies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
-from slimrl.platform import is_cpu
 
 # The strategies are imported lazily by dist_checkpointing: a module that is not loaded cannot be rebound.
 _LAZY_MODULES = (
@@ -120,7 +118,7 @@ def _torch_stand_in() -> _StandIn:
     return _StandIn(torch, cuda=cuda, cpu=cuda, **factories)
 
 
-def _megatron_modules() -> list[types.ModuleType]:
+def megatron_modules() -> list[types.ModuleType]:
     return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
 
 
@@ -153,20 +151,19 @@ def _replace_in_code(code: types.CodeType, constants: dict[str, str], names: dic
     )
 
 
-def _accept_cpu_tensor_types() -> None:
+def accept_cpu_tensor_types() -> None:
     """Optimizers and clipping compare `param.type()` with "torch.cuda.FloatTensor": let them name the CPU type."""
     constants = {f"torch.cuda.{name}": f"torch.{name}" for name in _TENSOR_TYPES}
-    for module in _megatron_modules():
+    for module in megatron_modules():
         if module.__name__.startswith("megatron.core.optimizer"):
             for function in _functions(module):
                 function.__code__ = _replace_in_code(function.__code__, constants, {})
 
 
-def _mend_sharding() -> None:
-    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), asks whether a module is one of
-    Transformer Engine's, which are no classes where that is not installed, and lets gathers run on while it goes on to
-    what a stream would order after them: gloo has none, and memory was written to after it had been freed."""
-    for module in _megatron_modules():
+def run_sharding_on_cpu() -> None:
+    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and lets gathers run on while it goes on
+    to what a stream would order after them: gloo has none, and memory was written to after it had been freed."""
+    for module in megatron_modules():
         if module.__name__.startswith("megatron.core.distributed.fsdp"):
             for function in _functions(module):
                 function.__code__ = _replace_in_code(function.__code__, {"cuda": "cpu", "cuda:": ""}, {})
@@ -175,12 +172,9 @@ def _mend_sharding() -> None:
     parameters = inspect.signature(gather).parameters.values()
     defaults = {entry.name: entry.default for entry in parameters if entry.default is not entry.empty}
     gather.__defaults__ = tuple((defaults | {"async_param_gather": False}).values())
-    adapter = sys.modules["megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
-    if not isinstance(adapter.TELinear, type):
-        adapter.TELinear = type("NoLinear", (), {})
 
 
-def _mend_optimizer_offload() -> None:
+def run_optimizer_offload_on_cpu() -> None:
     """What an offloading optimizer moves to the host it tells by `is_cuda`: where all lies on the host, by its rule."""
     module = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
     for function in _functions(module):
@@ -209,11 +203,9 @@ def _mend_optimizer_offload() -> None:
         return host, device, copies, {copy: parameter for parameter, copy in copies.items()}, masters
 
     module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide
-    # asks for the version of Transformer Engine, also where that has none because it is not there
-    sys.modules["megatron.core.optimizer.optimizer_config"].is_te_min_version = lambda *_, **__: False
 
 
-def _stay_on_cpu_in_cuda_calls() -> None:
+def stay_on_cpu_in_cuda_calls() -> None:
     """Read `tensor.cuda()` as a method that leaves the tensor where it is."""
     for module_name, qualified_name, method in _CUDA_METHOD_CALLERS:
         target: Any = sys.modules[module_name]
@@ -224,9 +216,9 @@ def _stay_on_cpu_in_cuda_calls() -> None:
         target.__code__ = _replace_in_code(target.__code__, {}, {"cuda": method})
 
 
-def _unwrap_compiled_functions() -> None:
+def unwrap_compiled_functions() -> None:
     """Use the plain Python of `@jit_fuser` functions: compiling costs 3 to 10 s per process and gains nothing."""
-    for module in _megatron_modules():
+    for module in megatron_modules():
         holders = [module] + [
             c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
         ]
@@ -240,49 +232,31 @@ def _unwrap_compiled_functions() -> None:
                     setattr(holder, name, staticmethod(original) if isinstance(value, staticmethod) else original)
 
 
-def _mend_expert_routing() -> None:
-    """Two slips of 0.16.1 that only show without CUDA and Transformer Engine: a name never defined, a list of counts
-    left a tensor."""
-    utilities = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if "te_general_gemm" not in vars(utilities):
-        utilities.te_general_gemm = None
+def replace_torch() -> None:
+    """Every megatron-core module in use sees the stand-in for torch under its own global name."""
+    for name in _LAZY_MODULES:
+        importlib.import_module(name)
+    stand_in = _torch_stand_in()
+    for module in megatron_modules():
+        if vars(module).get("torch") is torch:
+            module.torch = stand_in
+    # A default argument is bound when the module is read, before its `torch` is exchanged.
+    sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor
+    sharded_tensor.init_data.__defaults__ = (stand_in.empty,)
+
+
+def set_random_state_at_once() -> None:
+    """The original queues a call for when CUDA initialises, which never happens: the state would stay as it is."""
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def count_tokens_in_numpy() -> None:
+    """The token dispatcher reads counts as numpy arrays, but turns only those into arrays that come from a GPU."""
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = to_cpu
-
-
-def _mend_recomputed_norms() -> None:
-    """Recomputing a norm asks for Transformer Engine's fp8 state under names that are never defined without it."""
-    random = sys.modules["megatron.core.tensor_parallel.random"]
-    if "FP8GlobalStateManager" not in vars(random):
-        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
-
-
-def activate() -> None:
-    """Prepare every megatron-core module in use for the CPU; no effect where CUDA is available."""
-    if not is_cpu():
-        return
-    for name in _LAZY_MODULES:
-        importlib.import_module(name)
-    stand_in = _torch_stand_in()
-    for module in _megatron_modules():
-        if vars(module).get("torch") is torch:
-            module.torch = stand_in
-    _unwrap_compiled_functions()
-    _accept_cpu_tensor_types()
-    _mend_sharding()
-    _mend_optimizer_offload()
-    _stay_on_cpu_in_cuda_calls()
-    # A default argument is bound when the module is read, before its `torch` is exchanged.
-    sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor
-    sharded_tensor.init_data.__defaults__ = (stand_in.empty,)
-    _mend_expert_routing()
-    _mend_recomputed_norms()
-    random = sys.modules["megatron.core.tensor_parallel.random"]
-    # The original queues a call for when CUDA initialises, which never happens: the state would silently not be set.
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)

@@ -1,0 +1,263 @@
+"""Words of other frameworks for what slimrl has flags for: verl, OpenRLHF, TRL, ms-swift, and short forms of the field.
+
+One table: the word, whose it is, our flag, and one clause that completes the sentence. Words are compared without
+leading dashes and plus signs, with dashes for underscores. Called by the parser, for words that are no flags of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+VERL, OPENRLHF, TRL, SWIFT = "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
+HF = "transformers'"
+SHORT = "a short form's"
+_LORA = "every weight is trained here, there are no adapters; leave it out"
+_CRITIC = "no estimator here has a critic; leave it out"
+_VLLM = "the engines are SGLang's; leave it out"
+_PACKED = "samples are always packed without padding; leave it out"
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherWord:
+    """A word of `owner`; `flag` is ours for it, None where there is nothing to set, and `clause` says more."""
+
+    owner: str
+    flag: str | None
+    clause: str
+
+    def sentence(self, name: str) -> str:
+        """What to write in place of `name`, which is the word as typed."""
+        who = f"{name} is a short form" if self.owner == SHORT else f"{name} is {self.owner} word"
+        if self.flag is None:
+            return f"{who} and has no flag here: {self.clause}."
+        return f"{who}: here it is {self.flag}{', ' + self.clause if self.clause else ''}."
+
+
+# word: (owner, our flag, clause)
+_ROWS: dict[str, tuple[str, str | None, str]] = {
+    # short forms
+    "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
+    "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
+    "tensor-parallel-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for engines"),
+    "pp": (SHORT, "--pipeline-model-parallel-size", ""),
+    "pp-size": (SHORT, "--pipeline-model-parallel-size", ""),
+    "pipeline-parallel-size": (SHORT, "--pipeline-model-parallel-size", ""),
+    "cp": (SHORT, "--context-parallel-size", ""),
+    "cp-size": (SHORT, "--context-parallel-size", ""),
+    "ep": (SHORT, "--expert-model-parallel-size", ""),
+    "ep-size": (SHORT, "--expert-model-parallel-size", ""),
+    "expert-parallel-size": (SHORT, "--expert-model-parallel-size", ""),
+    "etp": (SHORT, "--expert-tensor-parallel-size", ""),
+    "dp": (SHORT, None, "it is the training slots divided by the other parallel sizes; leave it out"),
+    "dp-size": (SHORT, None, "it is the training slots divided by the other parallel sizes; leave it out"),
+    "data-parallel-size": (SHORT, None, "it is the training slots divided by the other sizes; leave it out"),
+    "batch-size": (SHORT, "--rollout-batch-size", "in prompts, or --global-batch-size, in samples"),
+    "num-gpus": (SHORT, "--actor-num-gpus-per-node", "and --rollout-num-gpus or --colocate for the engines"),
+    "nnodes": (SHORT, "--actor-num-nodes", ""),
+    "epochs": (SHORT, "--num-epoch", ""),
+    "name": (SHORT, "--run-name", ""),
+    "temperature": (SHORT, "--rollout-temperature", ""),
+    "top-p": (SHORT, "--rollout-top-p", ""),
+    "top-k": (SHORT, "--rollout-top-k", ""),
+    # verl: data
+    "data.train-files": (VERL, "--prompt-data", ""),
+    "data.val-files": (VERL, "--eval-prompt-data", "a name and a path"),
+    "data.train-batch-size": (VERL, "--rollout-batch-size", "in prompts"),
+    "data.gen-batch-size": (VERL, "--over-sampling-batch-size", "in prompts"),
+    "data.max-prompt-length": (VERL, "--rollout-max-prompt-len", ""),
+    "data.max-response-length": (VERL, "--rollout-max-response-len", ""),
+    "data.prompt-key": (VERL, "--input-key", ""),
+    "data.reward-fn-key": (VERL, "--rm-type", "one for all rows; --custom-rm-path may choose by Sample.metadata"),
+    "data.shuffle": (VERL, "--rollout-shuffle", ""),
+    "data.seed": (VERL, "--rollout-seed", ""),
+    "data.filter-overlong-prompts": (VERL, "--rollout-max-prompt-len", "longer prompts are left out"),
+    "data.truncation": (VERL, "--refuse-long-prompts", "prompts are never cut, long ones are left out or refused"),
+    # verl: model and training
+    "actor-rollout-ref.model.path": (VERL, "--hf-checkpoint", ""),
+    "actor-rollout-ref.model.enable-gradient-checkpointing": (VERL, "--recompute-granularity", "selective or full"),
+    "actor-rollout-ref.model.lora-rank": (VERL, None, _LORA),
+    "actor-rollout-ref.model.use-remove-padding": (VERL, None, _PACKED),
+    "actor-rollout-ref.actor.strategy": (VERL, None, "Megatron trains; --use-megatron-fsdp is its FSDP"),
+    "actor-rollout-ref.actor.optim.lr": (VERL, "--lr", ""),
+    "actor-rollout-ref.actor.optim.lr-warmup-steps": (VERL, "--lr-warmup-iters", ""),
+    "actor-rollout-ref.actor.optim.lr-warmup-steps-ratio": (VERL, "--lr-warmup-fraction", ""),
+    "actor-rollout-ref.actor.optim.weight-decay": (VERL, "--weight-decay", ""),
+    "actor-rollout-ref.actor.grad-clip": (VERL, "--clip-grad", ""),
+    "actor-rollout-ref.actor.ppo-mini-batch-size": (VERL, "--global-batch-size", "in samples, not in prompts"),
+    "actor-rollout-ref.actor.ppo-micro-batch-size": (VERL, "--micro-batch-size", ""),
+    "actor-rollout-ref.actor.ppo-micro-batch-size-per-gpu": (VERL, "--micro-batch-size", ""),
+    "actor-rollout-ref.actor.use-dynamic-bsz": (VERL, "--use-dynamic-batch-size", ""),
+    "actor-rollout-ref.actor.ppo-max-token-len-per-gpu": (VERL, "--max-tokens-per-gpu", ""),
+    "actor-rollout-ref.actor.ppo-epochs": (VERL, None, "a sample is trained on once; see --num-steps-per-rollout"),
+    "actor-rollout-ref.actor.use-kl-loss": (VERL, "--use-kl-loss", ""),
+    "actor-rollout-ref.actor.kl-loss-coef": (VERL, "--kl-loss-coef", ""),
+    "actor-rollout-ref.actor.kl-loss-type": (VERL, "--kl-loss-type", ""),
+    "actor-rollout-ref.actor.entropy-coeff": (VERL, "--entropy-coef", ""),
+    "actor-rollout-ref.actor.clip-ratio": (VERL, "--eps-clip", ""),
+    "actor-rollout-ref.actor.clip-ratio-low": (VERL, "--eps-clip", ""),
+    "actor-rollout-ref.actor.clip-ratio-high": (VERL, "--eps-clip-high", ""),
+    "actor-rollout-ref.actor.clip-ratio-c": (VERL, "--eps-clip-c", ""),
+    "actor-rollout-ref.actor.loss-agg-mode": (VERL, "--calculate-per-token-loss", "for token-mean"),
+    "actor-rollout-ref.actor.ulysses-sequence-parallel-size": (VERL, "--context-parallel-size", ""),
+    "actor-rollout-ref.actor.fsdp-config.param-offload": (VERL, "--offload-train", ""),
+    "actor-rollout-ref.actor.fsdp-config.optimizer-offload": (VERL, "--optimizer-cpu-offload", ""),
+    "actor-rollout-ref.actor.megatron.tensor-model-parallel-size": (VERL, "--tensor-model-parallel-size", ""),
+    "actor-rollout-ref.actor.megatron.pipeline-model-parallel-size": (VERL, "--pipeline-model-parallel-size", ""),
+    "actor-rollout-ref.actor.megatron.context-parallel-size": (VERL, "--context-parallel-size", ""),
+    "actor-rollout-ref.actor.megatron.expert-model-parallel-size": (VERL, "--expert-model-parallel-size", ""),
+    "actor-rollout-ref.ref.log-prob-micro-batch-size-per-gpu": (VERL, "--max-tokens-per-gpu", "for all passes"),
+    # verl: generation
+    "actor-rollout-ref.rollout.name": (VERL, None, _VLLM),
+    "actor-rollout-ref.rollout.n": (VERL, "--n-samples-per-prompt", ""),
+    "actor-rollout-ref.rollout.temperature": (VERL, "--rollout-temperature", ""),
+    "actor-rollout-ref.rollout.top-p": (VERL, "--rollout-top-p", ""),
+    "actor-rollout-ref.rollout.top-k": (VERL, "--rollout-top-k", ""),
+    "actor-rollout-ref.rollout.response-length": (VERL, "--rollout-max-response-len", ""),
+    "actor-rollout-ref.rollout.tensor-model-parallel-size": (VERL, "--rollout-num-gpus-per-engine", ""),
+    "actor-rollout-ref.rollout.gpu-memory-utilization": (VERL, "--sglang-mem-fraction-static", ""),
+    "actor-rollout-ref.rollout.max-model-len": (VERL, "--sglang-context-length", ""),
+    "actor-rollout-ref.rollout.enforce-eager": (VERL, "--sglang-disable-cuda-graph", ""),
+    "actor-rollout-ref.rollout.log-prob-micro-batch-size-per-gpu": (VERL, "--max-tokens-per-gpu", "for all passes"),
+    "actor-rollout-ref.rollout.multi-turn.enable": (VERL, "--custom-generate-function-path", ""),
+    "actor-rollout-ref.rollout.val-kwargs.n": (VERL, "--n-samples-per-eval-prompt", ""),
+    "actor-rollout-ref.rollout.val-kwargs.temperature": (VERL, "--eval-temperature", ""),
+    # verl: algorithm, rewards, trainer
+    "algorithm.adv-estimator": (VERL, "--advantage-estimator", ""),
+    "algorithm.gamma": (VERL, "--gamma", ""),
+    "algorithm.lam": (VERL, "--lambd", ""),
+    "algorithm.use-kl-in-reward": (VERL, "--kl-coef", "above 0"),
+    "algorithm.kl-ctrl.kl-coef": (VERL, "--kl-coef", ""),
+    "algorithm.norm-adv-by-std-in-grpo": (VERL, "--disable-grpo-std-normalization", "for False"),
+    "reward-model.model.path": (VERL, "--rm-model", ""),
+    "custom-reward-function.path": (VERL, "--custom-rm-path", "package.module.function"),
+    "custom-reward-function.name": (VERL, "--custom-rm-path", "package.module.function"),
+    "trainer.total-epochs": (VERL, "--num-epoch", ""),
+    "trainer.total-training-steps": (VERL, "--num-rollout", ""),
+    "trainer.n-gpus-per-node": (VERL, "--actor-num-gpus-per-node", ""),
+    "trainer.nnodes": (VERL, "--actor-num-nodes", ""),
+    "trainer.save-freq": (VERL, "--save-interval", ""),
+    "trainer.test-freq": (VERL, "--eval-interval", ""),
+    "trainer.val-before-train": (VERL, "--skip-eval-before-train", "for False"),
+    "trainer.project-name": (VERL, "--wandb-project", ""),
+    "trainer.experiment-name": (VERL, "--run-name", ""),
+    "trainer.logger": (VERL, "--use-wandb", "or --use-tensorboard"),
+    "trainer.default-local-dir": (VERL, "--save", "and --load, to resume"),
+    "trainer.resume-mode": (VERL, "--load", "which resumes where it holds a checkpoint"),
+    # OpenRLHF
+    "pretrain": (OPENRLHF, "--hf-checkpoint", ""),
+    "reward-pretrain": (OPENRLHF, "--rm-model", ""),
+    "remote-rm-url": (OPENRLHF, "--rm-url", "with --rm-type remote_rm, or --custom-rm-path for a function"),
+    "save-path": (OPENRLHF, "--save", ""),
+    "ckpt-path": (OPENRLHF, "--save", "and --load, to resume"),
+    "load-checkpoint": (OPENRLHF, "--load", ""),
+    "save-steps": (OPENRLHF, "--save-interval", "in rollouts"),
+    "eval-steps": (OPENRLHF, "--eval-interval", "in rollouts"),
+    "train-batch-size": (OPENRLHF, "--global-batch-size", "in samples"),
+    "micro-train-batch-size": (OPENRLHF, "--micro-batch-size", ""),
+    "micro-rollout-batch-size": (OPENRLHF, None, "the engines form their own batches; leave it out"),
+    "max-epochs": (OPENRLHF, None, "a sample is trained on once; see --num-steps-per-rollout"),
+    "num-episodes": (OPENRLHF, "--num-epoch", ""),
+    "prompt-max-len": (OPENRLHF, "--rollout-max-prompt-len", ""),
+    "generate-max-len": (OPENRLHF, "--rollout-max-response-len", ""),
+    "max-new-tokens": (OPENRLHF, "--rollout-max-response-len", ""),
+    "zero-stage": (OPENRLHF, "--use-distributed-optimizer", "which is on; --use-megatron-fsdp shards more"),
+    "actor-learning-rate": (OPENRLHF, "--lr", ""),
+    "init-kl-coef": (OPENRLHF, "--kl-coef", ""),
+    "kl-estimator": (OPENRLHF, "--kl-loss-type", ""),
+    "eps-clip-low-high": (OPENRLHF, "--eps-clip-high", "with --eps-clip"),
+    "gradient-checkpointing": (HF, "--recompute-granularity", "selective or full"),
+    "adam-offload": (OPENRLHF, "--optimizer-cpu-offload", ""),
+    "packing-samples": (OPENRLHF, None, _PACKED),
+    "ring-attn-size": (OPENRLHF, "--context-parallel-size", ""),
+    "flash-attn": (OPENRLHF, "--attention-backend", "flash"),
+    "attn-implementation": (OPENRLHF, "--attention-backend", ""),
+    "colocate-all-models": (OPENRLHF, "--colocate", ""),
+    "async-train": (OPENRLHF, "--max-weight-staleness", "with train_async.py"),
+    "vllm-num-engines": (OPENRLHF, "--rollout-num-gpus", "in slots, --rollout-num-gpus-per-engine of each engine"),
+    "vllm-tensor-parallel-size": (OPENRLHF, "--rollout-num-gpus-per-engine", ""),
+    "vllm-gpu-memory-utilization": (OPENRLHF, "--sglang-mem-fraction-static", ""),
+    "l2": (OPENRLHF, "--weight-decay", ""),
+    "aux-loss-coef": (OPENRLHF, "--moe-aux-loss-coeff", ""),
+    # TRL and transformers
+    "model-name-or-path": (TRL, "--hf-checkpoint", ""),
+    "dataset-name": (TRL, "--prompt-data", "a .jsonl or .parquet file"),
+    "output-dir": (HF, "--save", ""),
+    "per-device-train-batch-size": (HF, "--micro-batch-size", "and --global-batch-size for a step"),
+    "gradient-accumulation-steps": (HF, "--global-batch-size", "in samples of one optimizer step"),
+    "learning-rate": (HF, "--lr", ""),
+    "lr-scheduler": (HF, "--lr-decay-style", ""),
+    "lr-scheduler-type": (HF, "--lr-decay-style", ""),
+    "warmup-steps": (HF, "--lr-warmup-iters", ""),
+    "lr-warmup-steps": (HF, "--lr-warmup-iters", ""),
+    "warmup-ratio": (HF, "--lr-warmup-fraction", ""),
+    "lr-warmup-ratio": (HF, "--lr-warmup-fraction", ""),
+    "max-steps": (HF, "--num-rollout", ""),
+    "num-train-epochs": (HF, "--num-epoch", ""),
+    "max-grad-norm": (HF, "--clip-grad", ""),
+    "report-to": (HF, "--use-wandb", "or --use-tensorboard"),
+    "resume-from-checkpoint": (HF, "--load", ""),
+    "logging-steps": (HF, None, "every step is logged; leave it out"),
+    "deepspeed": (HF, None, "Megatron trains; --use-megatron-fsdp shards weights"),
+    "fsdp": (HF, "--use-megatron-fsdp", ""),
+    "num-generations": (TRL, "--n-samples-per-prompt", ""),
+    "max-prompt-length": (TRL, "--rollout-max-prompt-len", ""),
+    "max-completion-length": (TRL, "--rollout-max-response-len", ""),
+    "max-response-length": (SHORT, "--rollout-max-response-len", ""),
+    "beta": (TRL, "--kl-loss-coef", "with --use-kl-loss"),
+    "epsilon": (TRL, "--eps-clip", ""),
+    "epsilon-high": (TRL, "--eps-clip-high", ""),
+    "num-iterations": (TRL, None, "a sample is trained on once; see --num-steps-per-rollout"),
+    "scale-rewards": (TRL, "--disable-grpo-std-normalization", "for False"),
+    "importance-sampling-level": (TRL, "--advantage-estimator", "gspo for sequence"),
+    "reward-funcs": (TRL, "--custom-rm-path", "or --rm-type"),
+    "use-vllm": (TRL, None, _VLLM),
+    "use-peft": (TRL, None, _LORA),
+    "use-lora": (TRL, None, _LORA),
+    # ms-swift
+    "model": (SWIFT, "--hf-checkpoint", ""),
+    "dataset": (SWIFT, "--prompt-data", "a .jsonl or .parquet file"),
+    "val-dataset": (SWIFT, "--eval-prompt-data", "a name and a path"),
+    "rlhf-type": (SWIFT, "--advantage-estimator", ""),
+    "train-type": (SWIFT, None, _LORA),
+    "torch-dtype": (HF, "--bf16", "or --fp16; left out it is the model's own"),
+    "reward-model": (SWIFT, "--rm-model", ""),
+    "external-plugins": (SWIFT, "--custom-rm-path", "package.module.function"),
+    "sequence-parallel-size": (SWIFT, "--context-parallel-size", ""),
+    "max-length": (SWIFT, "--rollout-max-context-len", ""),
+}
+
+OTHER_WORDS = {word: OtherWord(*row) for word, row in _ROWS.items()}
+
+# what every other word with such a beginning is about
+_BEGINNINGS = {
+    "lora-": OtherWord(TRL, None, _LORA),
+    "vllm-": OtherWord(OPENRLHF, None, "the engines are SGLang's, whose flags begin with --sglang-; leave it out"),
+    "critic-": OtherWord("a critic's", None, _CRITIC),
+    "critic.": OtherWord(VERL, None, _CRITIC),
+    **dict.fromkeys(
+        ("actor-rollout-ref.", "algorithm.", "trainer.", "reward-model."),
+        OtherWord(VERL, None, "flags are written --flag value, and docs/flags.md has them all"),
+    ),
+}
+_SETTING = re.compile(r"\+{0,2}(?P<name>[a-z_]+(\.[a-z0-9_]+)+)=(?P<value>.*)", re.DOTALL)
+
+
+def other_word(name: str) -> OtherWord | None:
+    """The row of a word as typed, `--name` or `a.dotted.name`; None where it is not known."""
+    plain = _plain(name)
+    if plain in OTHER_WORDS:
+        return OTHER_WORDS[plain]
+    return next((word for beginning, word in _BEGINNINGS.items() if plain.startswith(beginning)), None)
+
+
+def dotted_setting(word: str) -> tuple[str, str] | None:
+    """Name and value of a `a.dotted.name=value` that is another framework's; None for any other word."""
+    match = _SETTING.fullmatch(word)
+    if match is None or other_word(match["name"]) is None:
+        return None
+    return match["name"], match["value"]
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("--").replace("_", "-")

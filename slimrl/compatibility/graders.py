@@ -1,0 +1,73 @@
+"""slime's graders as ordinary functions, by slimrl's rules: answers are judged by what they mean.
+
+What takes more than a comparison is judged in a process of its own with a time limit, and waited for; where there is no
+verdict the answer counts as wrong. `async_rm` does the same without blocking the other samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+from slimrl.compatibility.background import run
+from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub import builtin, overlap
+from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
+
+_TAIL_CHARS = 300
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+) -> dict[str, Any]:
+    """`{"score": 1.0 or -1.0, "acc", "pred"}` of the last "Answer: ...", or of the last box, near the end."""
+    if pause_tokens_index is not None:
+        raise ValueError("pause_tokens_index is not served: leave it out")
+    tail = solution_str[-_TAIL_CHARS:]
+    return _graded("boxed_dapo" if strict_box_verify else "dapo", tail, ground_truth)
+
+
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+    """Whether the last box of a solution means the same as the truth; without a truth it does not."""
+    if ground_truth is None or ground_truth == "":
+        return False
+    return bool(_graded("math", solution_str, ground_truth))
+
+
+def answers_are_equal(given_answer: str, ground_truth: Any) -> bool:
+    """Whether two answers mean the same."""
+    return grade_answer_verl(f"\\boxed{{{given_answer}}}", ground_truth)
+
+
+def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
+    """1 where the last box after the thinking means the same as the label, else 0."""
+    return int(_graded("deepscaler", response, label))
+
+
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
+    """F1, precision and recall of the words shared with the truth."""
+    if prediction is None or (score := overlap.f1(prediction, ground_truth)) == 0:
+        return 0.0, 0.0, 0.0
+    words, expected = overlap.normalized(prediction), overlap.normalized(ground_truth)
+    shared = sum((Counter(words) & Counter(expected)).values())
+    return score, shared / max(len(words), 1), shared / max(len(expected), 1)
+
+
+def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+    """1.0 where the response settles on the right letter, else 0.0."""
+    return float(_graded("gpqa", response, label, metadata))
+
+
+def _graded(rm_type: str, response: str, label: Any, metadata: dict[str, Any] | None = None) -> Any:
+    sample = Sample(response=response, label=label, metadata=dict(metadata or {}))
+    try:
+        return run(builtin.grade(rm_type, sample, _graders()))
+    except GraderFailure:
+        return builtin.wrong(rm_type)
+
+
+@functools.cache
+def _graders() -> GraderPool:
+    """One grader, which ends with this process."""
+    return GraderPool(size=1)

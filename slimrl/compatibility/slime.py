@@ -1,0 +1,323 @@
+"""Which of slime's modules and names a user's module may import here, and what each leads to.
+
+One row per name. `slimrl.hooks.slime_names` makes modules of them where no slime is installed;
+docs/coming-from-slime.md shows the table, printed by `python -m slimrl.compatibility.slime`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any, NamedTuple
+
+_HERE = "slimrl.compatibility"
+
+
+class Offer(NamedTuple):
+    """`module` and `name` as in slime, `target` as `module:attribute` of slimrl, `difference` "" for none."""
+
+    module: str
+    name: str
+    target: str
+    difference: str = ""
+
+    @property
+    def path(self) -> str:
+        """The dotted path in slime."""
+        return f"{self.module}.{self.name}"
+
+
+OFFERS = (
+    Offer(
+        "slime.utils.types",
+        "Sample",
+        "slimrl.data.sample:Sample",
+        "one class for both; see the fields below",
+    ),
+    Offer(
+        "slime.utils.http_utils",
+        "post",
+        f"{_HERE}.requests:post",
+        "to the run's router it goes through the run's own client: its limit, retries, key, and its end when the"
+        " rollout is full; HTTP 4xx and redirects fail at once; a call elsewhere may take 600 s",
+    ),
+    Offer("slime.utils.http_utils", "get", f"{_HERE}.requests:get", "fails as `post` does, tried once"),
+    Offer(
+        "slime.rollout.sglang_rollout",
+        "GenerateState",
+        f"{_HERE}.generate_state:GenerateState",
+        "`args`, `tokenizer`, `processor` (None), `semaphore`, `sampling_params`, `aborted`, `dp_rank_context`; no"
+        " `pendings` and `submit_generate_tasks`. The tokenizer runs code of the checkpoint with"
+        " `--sglang-trust-remote-code` alone, and requests are limited by the client, not by `semaphore`",
+    ),
+    Offer(
+        "slime.rollout.sglang_rollout",
+        "generate",
+        f"{_HERE}.generate_state:generate",
+        "within `--custom-generate-function-path` only; continues `sample.tokens`, which hold the prompt",
+    ),
+    Offer(
+        "slime.rollout.sglang_rollout",
+        "get_model_url",
+        f"{_HERE}.generate_state:get_model_url",
+        "there is one model: another name than `default` or `actor` is refused",
+    ),
+    Offer(
+        "slime.rollout.base_types",
+        "RolloutFnTrainOutput",
+        f"{_HERE}.outputs:RolloutFnTrainOutput",
+    ),
+    Offer(
+        "slime.rollout.base_types",
+        "RolloutFnEvalOutput",
+        f"{_HERE}.outputs:RolloutFnEvalOutput",
+        "`metrics` are refused: return them per set",
+    ),
+    Offer("slime.rollout.rm_hub", "async_rm", "slimrl.rollout.rm_hub:async_rm", "graders in processes of their own"),
+    Offer("slime.rollout.rm_hub", "batched_async_rm", "slimrl.rollout.rm_hub:batched_async_rm", "the same"),
+    Offer(
+        "slime.rollout.rm_hub.math_dapo_utils",
+        "compute_score",
+        f"{_HERE}.graders:compute_score",
+        "answers that mean the same are equal ([rewards.md](rewards.md)); `strict_box_verify` judges the last box of"
+        " the last 300 characters; a missing answer is `[INVALID]`",
+    ),
+    Offer(
+        "slime.rollout.rm_hub.math_utils",
+        "grade_answer_verl",
+        f"{_HERE}.graders:grade_answer_verl",
+        "by meaning, as `--rm-type math`",
+    ),
+    Offer(
+        "slime.rollout.rm_hub.math_utils",
+        "grade_answer_sympy",
+        f"{_HERE}.graders:answers_are_equal",
+        "the same as `grade_answer_verl` without the box",
+    ),
+    Offer(
+        "slime.rollout.rm_hub.math_utils",
+        "grade_answer_mathd",
+        f"{_HERE}.graders:answers_are_equal",
+        "the same as `grade_answer_verl` without the box",
+    ),
+    Offer(
+        "slime.rollout.rm_hub.math_utils",
+        "extract_answer",
+        "slimrl.rollout.rm_hub.boxed:last_boxed",
+        "a box that is never closed is none",
+    ),
+    Offer(
+        "slime.rollout.rm_hub.deepscaler",
+        "get_deepscaler_rule_based_reward",
+        f"{_HERE}.graders:get_deepscaler_rule_based_reward",
+        "by meaning, as `--rm-type deepscaler`",
+    ),
+    Offer("slime.rollout.rm_hub.f1", "f1_score", f"{_HERE}.graders:f1_score"),
+    Offer(
+        "slime.rollout.rm_hub.gpqa",
+        "compute_gpqa_reward",
+        f"{_HERE}.graders:compute_gpqa_reward",
+        "as `--rm-type gpqa`",
+    ),
+    Offer(
+        "slime.rollout.filter_hub.base_types",
+        "DynamicFilterOutput",
+        "slimrl.rollout.filter_hub.base_types:DynamicFilterOutput",
+        "has `keep_when_insufficient` too",
+    ),
+    *(
+        Offer(
+            "slime.rollout.filter_hub.dynamic_sampling_filters",
+            name,
+            f"slimrl.rollout.filter_hub.dynamic_sampling_filters:{name}",
+        )
+        for name in ("check_reward_nonzero_std", "check_any_completed")
+    ),
+    Offer("slime.rollout.filter_hub.buffer_filters", "pop_first", "slimrl.rollout.filter_hub.buffer_filters:pop_first"),
+    *(
+        Offer(
+            "slime.rollout.data_source",
+            name,
+            f"slimrl.rollout.data_source:{name}",
+            "is made of `args` and `tokenizer`; keeps its place by `state_dict` ([hooks.md](hooks.md))",
+        )
+        for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
+    ),
+    Offer("slime.utils.async_utils", "run", f"{_HERE}.background:run", "may be called within an event loop too"),
+    Offer("slime.utils.misc", "load_function", f"{_HERE}.background:load_function"),
+    Offer("slime.utils.misc", "SingletonMeta", f"{_HERE}.background:SingletonMeta"),
+    Offer("slime.utils.processing_utils", "load_tokenizer", f"{_HERE}.generate_state:load_tokenizer"),
+    Offer(
+        "slime.utils.processing_utils",
+        "load_processor",
+        f"{_HERE}.generate_state:load_processor",
+        "always None: images are not served",
+    ),
+    Offer(
+        "slime.utils.mask_utils",
+        "MultiTurnLossMaskGenerator",
+        f"{_HERE}.masks:MultiTurnLossMaskGenerator",
+        "tokenises the whole conversation once; `tokenizer_type` is a `--loss-mask-type`; trains on the mark that"
+        " ends a turn",
+    ),
+    Offer(
+        "slime.utils.mask_utils",
+        "get_response_lengths",
+        f"{_HERE}.masks:get_response_lengths",
+        "from the first trained token to the end",
+    ),
+    *(
+        Offer(
+            "slime.backends.megatron_utils.cp_utils",
+            name,
+            f"{_HERE}.losses:{name}",
+            "gives back what it gets: functions of training see whole responses with context parallelism too",
+        )
+        for name in ("all_gather_with_cp", "slice_log_prob_with_cp")
+    ),
+    Offer(
+        "slime.backends.megatron_utils.cp_utils",
+        "get_sum_of_sample_mean",
+        f"{_HERE}.losses:get_sum_of_sample_mean",
+        "of whole responses; a value under a zero mask may be NaN",
+    ),
+    Offer(
+        "slime.utils.ppo_utils",
+        "compute_approx_kl",
+        f"{_HERE}.losses:compute_approx_kl",
+        "`low_var_kl` is clamped before `importance_ratio` multiplies it",
+    ),
+    Offer(
+        "slime.utils.ppo_utils",
+        "compute_policy_loss",
+        f"{_HERE}.losses:compute_policy_loss",
+        "advantages are constants; not compiled",
+    ),
+    Offer(
+        "slime.utils.ppo_utils",
+        "compute_gspo_kl",
+        f"{_HERE}.losses:compute_gspo_kl",
+        "of whole responses",
+    ),
+    Offer("slime.utils.ppo_utils", "get_grpo_returns", f"{_HERE}.losses:get_grpo_returns"),
+    Offer(
+        "slime.utils.ppo_utils",
+        "get_reinforce_plus_plus_returns",
+        f"{_HERE}.losses:get_reinforce_plus_plus_returns",
+        "a wholly masked sample has no reward instead of failing",
+    ),
+    Offer(
+        "slime.utils.ppo_utils",
+        "get_reinforce_plus_plus_baseline_advantages",
+        f"{_HERE}.losses:get_reinforce_plus_plus_baseline_advantages",
+    ),
+    Offer("slime.utils.metric_utils", "dict_add_prefix", f"{_HERE}.metrics:dict_add_prefix"),
+    Offer(
+        "slime.utils.metric_utils",
+        "compute_statistics",
+        "slimrl.rollout.metrics:length_statistics",
+        "an empty list is an error",
+    ),
+    Offer(
+        "slime.utils.metric_utils",
+        "compute_pass_rate",
+        f"{_HERE}.metrics:compute_pass_rate",
+        "a reward of 1 or more passes",
+    ),
+    Offer(
+        "slime.utils.metric_utils",
+        "has_repetition",
+        "slimrl.rollout.metrics:is_repetitive",
+        "looks at shorter texts too, from 200 characters",
+    ),
+)
+
+# what modules of slime's examples import besides, with what to do instead: modules, or names of the modules above
+INSTEAD = {
+    "slime.agent": "slimrl.rollout.turns.converse lets a model and a tool take turns (docs/hooks.md)",
+    "slime.backends.megatron_utils.loss": "batch.scores(logits) gives log-probabilities and entropy (docs/hooks.md)",
+    "slime.backends.sglang_utils": "functions of yours are given the keyword argument engine (docs/hooks.md)",
+    "slime.ray": "functions of yours are given what they need as arguments (docs/hooks.md)",
+    "slime.rollout.filter_hub.base_types.MetricGatherer": "a filter's reason is counted by itself (docs/metrics.md)",
+    "slime.rollout.sft_rollout": "--rollout-function-path slime.rollout.sft_rollout.generate_rollout, or its parts in"
+    " slimrl.data.loss_mask",
+    "slime.rollout.sglang_rollout.abort": "a full rollout stops what is on its way by itself",
+    "slime.rollout.sglang_rollout.eval_rollout": "take the keyword argument generator and call"
+    " generator.evaluation(rollout_id)",
+    "slime.rollout.sglang_rollout.generate_and_rm": "take the keyword argument generator in a rollout function"
+    " (docs/hooks.md), or async_rm and generate in a generate function",
+    "slime.rollout.sglang_rollout.generate_and_rm_group": "train_async.py --max-weight-staleness generates without end"
+    " (docs/asynchrony.md); a rollout function is given generator",
+    "slime.rollout.sglang_rollout.generate_rollout": "take the keyword argument generator and call"
+    " generator.rollout(rollout_id, data_source)",
+    "slime.router": "the router is SGLang's own; tokens come with each answer",
+    "slime.utils.arguments": "the flags are in docs/flags.md, settings of your own in args.custom",
+    "slime.utils.data": "slimrl.rollout.data_source draws prompts, slimrl.data.readers reads files",
+    "slime.utils.http_utils.init_http_client": "post needs no preparation: leave it out",
+    "slime.utils.logging_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",
+    "slime.utils.ppo_utils.get_advantages_and_returns": "there is no critic",
+    "slime.utils.ppo_utils.calculate_log_probs_and_entropy": "batch.scores(logits) gives both (docs/hooks.md)",
+    "slime.utils.trace_utils": "docs/timeline.md: requests and rewards are on the timeline without calls of yours",
+    "slime.utils.wandb_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",
+}
+
+_PATHS = {offer.path: offer for offer in OFFERS}
+_MODULES = {offer.module for offer in OFFERS}
+_PACKAGES = {module[:place] for module in _MODULES for place, letter in enumerate(module) if letter == "."}
+
+
+def is_module(name: str) -> bool:
+    """Whether a module, or a package above one, is offered."""
+    return name in _MODULES or name in _PACKAGES
+
+
+def is_package(name: str) -> bool:
+    """Whether offered modules lie within it."""
+    return name in _PACKAGES
+
+
+def names(module: str) -> list[str]:
+    """What may be imported from a module."""
+    return [offer.name for offer in OFFERS if offer.module == module]
+
+
+def load(module: str, name: str) -> Any:
+    """What `from module import name` gives. Raises ImportError where it is not offered."""
+    offer = _PATHS.get(f"{module}.{name}")
+    if offer is None:
+        raise ImportError(refusal(f"{module}.{name}"), name=module)
+    target, _, attribute = offer.target.partition(":")
+    return getattr(importlib.import_module(target), attribute)
+
+
+def refusal(path: str) -> str:
+    """Why an import fails: what to do instead, or else what is offered nearby."""
+    sentence = f"{path} is slime's and not offered here"
+    for name, instead in INSTEAD.items():
+        if path == name or path.startswith(f"{name}."):
+            return f"{sentence}: {instead}; docs/coming-from-slime.md lists what is offered"
+    module = path
+    while not is_module(module):
+        module = module.rpartition(".")[0]
+    offered = names(module) or sorted(one for one in _MODULES if one.startswith(f"{module}."))
+    nearest = difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.8)
+    guess = f": did you mean {nearest[0]}?" if nearest else "."
+    return f"{sentence}{guess} Offered in {module}: {', '.join(offered)} (docs/coming-from-slime.md)"
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = ["| import | here | difference |", "| --- | --- | --- |"]
+    for offer in OFFERS:
+        lines.append(f"| `{offer.path}` | `{offer.target.replace(':', '.')}` | {offer.difference} |")
+    return "\n".join(lines)
+
+
+def table_of_refusals() -> str:
+    """What to do instead of what is not offered, as Markdown."""
+    rows = [f"| `{path}` | {text} |" for path, text in INSTEAD.items()]
+    return "\n".join(["| import | instead |", "| --- | --- |", *rows])
+
+
+if __name__ == "__main__":
+    print(f"{table()}\n\n{table_of_refusals()}")

@@ -1,0 +1,126 @@
+"""What a row of prompt data has to hold: which columns mean what, and what is wrong with a row.
+
+Owns the format alone: nothing here opens a file or has a tokenizer. Called by the rules about data, before anything
+starts, and where prompts are made of rows, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from slimrl.data.bad_row import BadRow, Row
+
+TOOLS_KEY = "tools"
+MESSAGES_KEY = "prompt_messages"
+BOXED_PREFIX = "boxed_"
+# built-in rewards that compare the response with the label
+NUMBER_OR_TEXT_RULES = ("math", "deepscaler", "dapo")
+TEXT_RULES = ("f1",)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """Which columns of a row mean what, and how its prompt becomes tokens."""
+
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str
+    apply_chat_template: bool
+    chat_template_kwargs: dict[str, Any]
+    max_prompt_len: int | None  # tokens; longer prompts are left out
+    keep_messages: bool  # a custom generate function may take messages as they are, without tokens
+    keep_conversation: bool = False  # the messages behind a rendered prompt stay in the metadata (`MESSAGES_KEY`)
+    refuse_too_long: bool = False  # longer prompts end the run
+    reward_rule: str | None = None  # the built-in reward that compares with the label; None: nobody knows who does
+
+    @property
+    def columns(self) -> list[str]:
+        """Every column that is looked at."""
+        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
+
+
+def row_fault(row: Row, form: PromptFormat) -> str | None:
+    """What is wrong with a row, as far as can be told without a tokenizer; None where nothing is."""
+    if isinstance(row, BadRow):
+        return row.reason
+    try:
+        metadata = metadata_of(row, form)
+        if form.label_key is not None and form.label_key not in row:
+            raise ValueError(f"no column {form.label_key!r} (--label-key); it has {sorted(row)}")
+        content = row.get(form.input_key)
+        if not content:
+            state = "an empty" if form.input_key in row else "no"
+            raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")
+        if form.apply_chat_template:
+            if not isinstance(content, str) and not _are_messages(content):
+                raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
+        elif not isinstance(content, str) and not form.keep_messages:
+            raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
+        if form.label_key is not None and form.reward_rule is not None:
+            judge = metadata.get("rm_type") or form.reward_rule
+            if (wrong := label_fault(str(judge), row[form.label_key])) is not None:
+                raise ValueError(wrong)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def needs_label(rule: str) -> bool:
+    """Whether the built-in reward `rule` (also with the prefix boxed_) compares with the label."""
+    return rule.removeprefix(BOXED_PREFIX) in (*NUMBER_OR_TEXT_RULES, *TEXT_RULES)
+
+
+def label_fault(rule: str, label: Any) -> str | None:
+    """Why the built-in reward `rule` cannot compare with `label`; None where it can, or compares with none."""
+    name = rule.removeprefix(BOXED_PREFIX)
+    if name in NUMBER_OR_TEXT_RULES:
+        if isinstance(label, bool) or not isinstance(label, str | int | float) or str(label).strip() == "":
+            return f"the label is {label!r}, and math rewards need the answer as text or number: check --label-key"
+    elif name in TEXT_RULES:
+        labels = label if isinstance(label, list) else [label]
+        if not labels or not all(isinstance(one, str) for one in labels):
+            return f"the label is {label!r}, and f1 rewards need a text or a list of them: check --label-key"
+    return None
+
+
+def messages_of(content: Any) -> list[dict[str, Any]]:
+    """The conversation that a row's input column is; text is one message of the user."""
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def _are_messages(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(message, dict) and "role" in message for message in content)
+
+
+def tools_of(row: dict[str, Any], form: PromptFormat) -> list[Any] | None:
+    """The row's tool schemas. Raises ValueError where the column holds something else."""
+    tools = _decoded(row.get(form.tool_key), form.tool_key)
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{form.tool_key!r} (--tool-key) must be a list of tool schemas, not {type(tools).__name__}")
+    return tools or None
+
+
+def _decoded(value: Any, key: str) -> Any:
+    """Parquet files often hold nested data as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{key!r} is text that is not JSON: {error}") from error
+
+
+def metadata_of(row: dict[str, Any], form: PromptFormat) -> dict[str, Any]:
+    """The row's metadata, its tool schemas under "tools", and with `keep_conversation` its messages."""
+    metadata = _decoded(row.get(form.metadata_key), form.metadata_key)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{form.metadata_key!r} (--metadata-key) must be an object, not {type(metadata).__name__}")
+    tools = tools_of(row, form)
+    if form.keep_conversation and form.apply_chat_template:
+        metadata = {MESSAGES_KEY: messages_of(row.get(form.input_key)), **metadata}
+    return metadata if tools is None else {**metadata, TOOLS_KEY: tools}

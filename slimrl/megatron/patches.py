@@ -1,0 +1,226 @@
+"""All patches of megatron-core, one row each, and the machines they apply to.
+
+Promises that nothing else in slimrl changes an object of megatron-core's modules, that which patches apply follows
+from three facts of the machine alone, and that applying them again is harmless. Called once by `parallel.initialize`,
+after the modules in use are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+from slimrl.arguments.installed import apex_installed, transformer_engine_installed
+from slimrl.megatron import checkpoint_readers, cpu_patches
+from slimrl.platform import is_cpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One change to megatron-core 0.16.1, or to torch where megatron-core calls it."""
+
+    name: str
+    repairs: str  # what goes wrong without it
+    applies: Callable[[bool, bool, bool], bool]  # (cuda, transformer_engine, apex) -> needed
+    apply: Callable[[], None]
+
+
+def patches_for(*, cuda: bool, transformer_engine: bool, apex: bool) -> tuple[Patch, ...]:
+    """The patches that a machine needs, in the order of application.
+
+    `cuda`: it has a GPU; `transformer_engine`, `apex`: the library is installed.
+    """
+    return tuple(patch for patch in PATCHES if patch.applies(cuda, transformer_engine, apex))
+
+
+def activate() -> None:
+    """Apply the patches that this machine needs."""
+    for patch in patches_for(
+        cuda=not is_cpu(), transformer_engine=transformer_engine_installed(), apex=apex_installed()
+    ):
+        patch.apply()
+
+
+def define_router_gemm() -> None:
+    """The router then computes its logits with torch's own matrix product."""
+    importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
+
+
+def define_fp8_state() -> None:
+    """Without Transformer Engine there is no fp8 and nothing to remember about it."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    if "FP8GlobalStateManager" not in vars(random):
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+
+
+def answer_version_questions() -> None:
+    """A Transformer Engine that cannot run is of no minimum version."""
+    utils = importlib.import_module("megatron.core.utils")
+    importlib.import_module("megatron.core.optimizer.optimizer_config")
+    original = utils.is_te_min_version
+
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        return False
+
+    for module in cpu_patches.megatron_modules():
+        if vars(module).get("is_te_min_version") is original:
+            module.is_te_min_version = is_te_min_version
+
+
+def know_absent_engine_in_latent_attention() -> None:
+    """The module tests whether it could import megatron-core's wrappers, which it always can."""
+    importlib.import_module("megatron.core.transformer.multi_latent_attention").HAVE_TE = False
+
+
+def make_engine_linear_a_class() -> None:
+    """No module is then taken for one of Transformer Engine's."""
+    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    if not isinstance(adapter.TELinear, type):
+        adapter.TELinear = type("NoLinear", (), {})
+
+
+def build_own_linears_without_fusion() -> None:
+    """megatron-core's parallel linear layers add their weight gradients outside the matrix product.
+
+    They read the setting once, when they are built; the configuration they keep is the one they were given.
+    """
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        if not hasattr(linear.__init__, "__wrapped__"):
+            linear.__init__ = _without_fusion(linear.__init__)
+
+
+def _without_fusion(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def build(self: Any, *args: Any, config: Any, **settings: Any) -> None:
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
+        init(self, *args, config=unfused, **settings)
+        self.config = config
+
+    return build
+
+
+def _everywhere(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
+    return True
+
+
+def _on_cpu(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
+    return not cuda
+
+
+def _without_engine(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
+    # without a GPU the package may be there and still not be imported: it asks for CUDA's libraries
+    return not (cuda and transformer_engine)
+
+
+def _with_engine_without_apex(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
+    return cuda and transformer_engine and not apex
+
+
+PATCHES = (
+    Patch(
+        "torch stand-in",
+        "tensors, streams and generators are made on a CUDA device that is not there",
+        _on_cpu,
+        cpu_patches.replace_torch,
+    ),
+    Patch(
+        "plain functions",
+        "compiling fused element-wise functions costs 3 to 10 s per process",
+        _on_cpu,
+        cpu_patches.unwrap_compiled_functions,
+    ),
+    Patch(
+        "CPU tensor types",
+        "optimizers and gradient clipping refuse tensors that are not CUDA tensors",
+        _on_cpu,
+        cpu_patches.accept_cpu_tensor_types,
+    ),
+    Patch(
+        "sharding on the CPU",
+        "Megatron-FSDP names CUDA devices, and gloo collectives run into memory that was freed",
+        _on_cpu,
+        cpu_patches.run_sharding_on_cpu,
+    ),
+    Patch(
+        "optimizer offload on the CPU",
+        "the hybrid optimizer tells by the device of a tensor which state it has moved to the host",
+        _on_cpu,
+        cpu_patches.run_optimizer_offload_on_cpu,
+    ),
+    Patch(
+        "tensor.cuda()",
+        "methods move tensors to a CUDA device that is not there",
+        _on_cpu,
+        cpu_patches.stay_on_cpu_in_cuda_calls,
+    ),
+    Patch(
+        "random state",
+        "setting the CUDA generator is queued for an initialisation that never comes",
+        _on_cpu,
+        cpu_patches.set_random_state_at_once,
+    ),
+    Patch(
+        "token counts",
+        "the dispatcher of tokens reads a tensor on the CPU as a numpy array",
+        _on_cpu,
+        cpu_patches.count_tokens_in_numpy,
+    ),
+    Patch(
+        "router product",
+        "NameError: te_general_gemm, in the first call of a router",
+        _without_engine,
+        define_router_gemm,
+    ),
+    Patch(
+        "fp8 state",
+        "NameError: FP8GlobalStateManager, where norms or up-projections of latent attention are recomputed",
+        _without_engine,
+        define_fp8_state,
+    ),
+    Patch(
+        "engine version",
+        "TypeError: the version of an absent Transformer Engine is None, and is compared with a number",
+        _without_engine,
+        answer_version_questions,
+    ),
+    Patch(
+        "latent attention",
+        "TypeError: isinstance() with a wrapper that is no class without Transformer Engine",
+        _without_engine,
+        know_absent_engine_in_latent_attention,
+    ),
+    Patch(
+        "sharded linear layers",
+        "TypeError: isinstance() in Megatron-FSDP with a wrapper that is no class without Transformer Engine",
+        _without_engine,
+        make_engine_linear_a_class,
+    ),
+    Patch(
+        "linear layers without Apex",
+        "RuntimeError: the output layer asks for Apex's kernel where Transformer Engine's layers add their weight"
+        " gradients by themselves",
+        _with_engine_without_apex,
+        build_own_linears_without_fusion,
+    ),
+    Patch(
+        "pickles of checkpoints",
+        "opening a checkpoint calls whatever functions its .metadata and its stored objects name",
+        _everywhere,
+        checkpoint_readers.open_pickles_safely,
+    ),
+    Patch(
+        "checksums of checkpoints",
+        "bytes that changed on the disk are loaded as weights",
+        _everywhere,
+        checkpoint_readers.verify_what_is_read,
+    ),
+)

@@ -1,0 +1,213 @@
+"""Opens what a checkpoint holds as pickles without running anything that stands in it.
+
+A pickle names functions that its reader calls. Promises that only those of a table are called, all of them harmless,
+and that anything else is refused by its name, with the file and what to do. Called wherever slimrl reads a checkpoint,
+and put into megatron-core's and torch's own readers by `slimrl.megatron.patches`.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+METADATA_NAME = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # where torch before 2.3 had the properties of a tensor
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ENGINE = "transformer_engine.common.recipe"
+# (module, name) of everything that a torch_dist checkpoint's .metadata is made of; dtypes come beside them
+_OF_METADATA = frozenset(
+    {
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_EARLIER, "TensorProperties"),
+        (_EARLIER, "MEM_FORMAT_ENCODING"),
+        (_FILES, "_StorageInfo"),
+        (_FILES, "_StoragePrefix"),
+        # plans, which megatron-core keeps there on request
+        (_PLANNER, "SavePlan"),
+        (_PLANNER, "WriteItem"),
+        (_PLANNER, "WriteItemType"),
+        (_PLANNER, "TensorWriteData"),
+        (_PLANNER, "BytesIOWriteData"),
+        (_MEGATRON, "MCoreMetadata"),
+        (_MEGATRON, "MCoreSavePlan"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),  # looks a name up in a table
+        ("collections", "OrderedDict"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # as newer Pythons write it
+    }
+)
+# of the state that Transformer Engine's modules keep beside their weights: tensors, numbers, and the fp8 recipe
+_OF_EXTRA_STATE = frozenset(
+    {
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.storage", "_load_from_bytes"),  # answered by `load_plain`
+        ("collections", "OrderedDict"),
+        *(
+            (_ENGINE, name)
+            for name in (
+                "Format",
+                "_FormatHelper",
+                "_FormatHelperFP4",
+                "MMParams",
+                "QParams",
+                "_OverrideLinearPrecision",
+                "DelayedScaling",
+                "Float8CurrentScaling",
+                "Float8BlockScaling",
+                "MXFP8BlockScaling",
+                "NVFP4BlockScaling",
+            )
+        ),
+    }
+)
+
+# numbers and arrays of numpy, by what a dtype of theirs is an instance of
+_NUMPY_DTYPES = (
+    *("Bool", "Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64"),
+    *("Float16", "Float32", "Float64", "Complex64", "Complex128", "Str", "Bytes"),
+)
+_NUMPY_CORES = ("numpy._core.multiarray", "numpy.core.multiarray")  # of numpy 2, and before
+_FACTORIES = (int, float, str, list, dict, set, tuple, bool)  # of a defaultdict
+# of the arguments that Megatron keeps in common.pt; older ones were in the second place
+_MODEL_TYPES = ("megatron.core.enums", "megatron.core.transformer.enums")
+
+
+class RefusedPickleError(ValueError):
+    """A file names something that is not in the tables of what a checkpoint needs; opening it would call that."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds what `admitted` lists, and torch's dtypes; everything else is refused by name."""
+
+    def __init__(self, file: IO[bytes], where: str, admitted: frozenset[tuple[str, str]]) -> None:
+        super().__init__(file)
+        self._where = where
+        self._admitted = admitted
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) == ("builtins", "getattr"):
+            return self._enum_member  # as Python 3.11.0 to 3.11.3 write a member of an enum
+        if (module, name) not in self._admitted:
+            raise _refused(self._where, f"{module}.{name}")
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda content: load_plain(io.BytesIO(content), self._where)
+        return super().find_class(module, name)
+
+    def _enum_member(self, *asked: Any) -> enum.Enum:
+        """In the place of getattr; the class itself was found in the table."""
+        if len(asked) == 2 and isinstance(asked[0], enum.EnumMeta) and asked[1] in asked[0].__members__:
+            return asked[0][asked[1]]
+        raise _refused(self._where, "builtins.getattr")
+
+
+def read_metadata(folder: str | Path) -> Metadata:
+    """What the file `.metadata` of the torch_dist checkpoint `folder` says.
+
+    Raises RefusedPickleError for one that asks for anything beyond torch's format, and ValueError for a damaged one or
+    one that places tensors outside the folder.
+    """
+    path = Path(folder) / METADATA_NAME
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file, str(path), _OF_METADATA).load()
+    except (OSError, RefusedPickleError):
+        raise
+    except Exception as error:  # damaged bytes are read as any instruction, with arguments of any kind
+        raise ValueError(f"{path} is damaged ({error}): copy the checkpoint again") from error
+    # megatron-core 0.15 wrote a class of its own with the same attributes
+    if not all(isinstance(getattr(metadata, name, None), dict) for name in ("state_dict_metadata", "storage_data")):
+        raise ValueError(f"{path} is damaged (it holds {type(metadata).__name__}): copy the checkpoint again")
+    for index, info in metadata.storage_data.items():
+        name = getattr(info, "relative_path", None)
+        if not isinstance(name, str) or name == ".." or Path(name).name != name or not name:
+            raise ValueError(
+                f"{path} says that {getattr(index, 'fqn', index)} lies in {name!r}, which is no file of this folder:"
+                " copy the checkpoint from where it was made"
+            )
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def load_plain(file: IO[bytes] | Path, where: str | Path) -> Any:
+    """As torch.load on the CPU: tensors, plain data, numpy's numbers and arrays, and what megatron-core calls harmless.
+
+    A defaultdict comes as a dict.
+
+    Raises RefusedPickleError, naming `where` and what the file asks for, where it holds anything else.
+    """
+    try:
+        with torch.serialization.safe_globals(_plain()):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refused(str(where), _asked_for(file) or _complaint(error)) from error
+
+
+def check_extra_state(value: Any, where: str) -> None:
+    """Refuses what Transformer Engine would unpickle of its module state, should it hold more than such state does.
+
+    `value` is the state as it was loaded; only bytes in a uint8 tensor are unpickled as they are.
+    """
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel():
+        _Unpickler(io.BytesIO(value.cpu().numpy().tobytes()), where, _OF_EXTRA_STATE).load()
+
+
+def _asked_for(file: IO[bytes] | Path) -> str | None:
+    """The names in an archive of torch.save that are not admitted; None where it is no such archive."""
+    if not isinstance(file, Path):
+        file.seek(0)
+    try:
+        with torch.serialization.safe_globals(_plain()):
+            return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))) or None
+    except (RuntimeError, ValueError, pickle.UnpicklingError):
+        return None
+
+
+def _complaint(error: pickle.UnpicklingError) -> str:
+    """torch's reason, without its advice to run what stands in the file."""
+    reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
+    return f"more than plain data ({reason[1].strip() if reason else str(error).splitlines()[0]})"
+
+
+def _plain() -> list[tuple[Any, str]]:
+    """What `load_plain` admits beside torch's own list, each with the name that stands in the file."""
+    makers = [value.__reduce__()[0] for value in (numpy.array(0), numpy.float64(0))]
+    numpys = [(make, f"{core}.{make.__name__}") for core in _NUMPY_CORES for make in makers]
+    numpys += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]
+    dtypes = [getattr(numpy.dtypes, f"{name}DType") for name in _NUMPY_DTYPES]
+    types = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in (*_FACTORIES, *dtypes)]
+    types.append((lambda *factory: {}, "collections.defaultdict"))  # which torch could not fill
+    # never imported for it: where Megatron is not loaded, nothing of its own is read
+    enums = [(module.ModelType, f"{name}.ModelType") for name in _MODEL_TYPES if (module := sys.modules.get(name))]
+    return numpys + types + enums
+
+
+def _refused(where: str, what: str) -> RefusedPickleError:
+    return RefusedPickleError(
+        f"{where} asks for {what}, which is not among what a checkpoint is known to need and might run anything when"
+        " the file is opened: nothing of it was run; take the checkpoint again from where it was made, or have it saved"
+        " with plain values in that place"
+    )

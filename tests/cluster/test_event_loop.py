@@ -1,0 +1,44 @@
+"""Who watches the event loop of the rollout manager from outside learns that it is gone, and does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+
+import pytest
+
+from slimrl.cluster import event_loop
+from slimrl.cluster.event_loop import LoopWatch
+
+
+@pytest.fixture
+def loop():
+    """An event loop in a thread that ends silently with it, as Ray's does."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    if loop.is_running():
+        loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_a_loop_that_a_callback_ended_is_told_from_one_that_turns(loop, monkeypatch):
+    monkeypatch.setattr(event_loop, "_LOOK_INTERVAL_S", 0.01)
+
+    async def make():
+        return LoopWatch()
+
+    async def main():
+        watch = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
+        ended = asyncio.ensure_future(watch.ended())
+        await asyncio.sleep(0.05)
+        assert not ended.done() and await watch.blocked_at() == ""
+        loop.call_soon_threadsafe(sys.exit)
+        return await asyncio.wait_for(ended, 10), await watch.blocked_at()
+
+    sentence, blocked = asyncio.run(main())
+    assert "the event loop of the rollout manager was ended: a callback in it raised SystemExit" in sentence
+    assert blocked == event_loop.ENDED

@@ -1,0 +1,119 @@
+"""What the driver decides once for all processes, and when it refuses to train on CPUs beside GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.fleet import server_settings
+from slimrl.cluster.launch import DriverWithoutGpuError, Launch, check_driver_sees_gpus, run_facts
+from slimrl.platform.decisions import RunFacts, rank_environment
+from slimrl.platform.machine import Machine
+from slimrl.sglang.launch import ServerLaunch, server_environment
+
+CPU = Machine(cuda=False, cores=4)
+GPU = Machine(cuda=True, gpus=8, cores=96, nccl=(2, 29, 7))
+FLAGS: dict[str, Any] = {
+    "colocate": False,
+    "update_weight_transport": "nccl",
+    "debug_train_only": False,
+    "debug_rollout_only": False,
+    "offload_train": False,
+    "offload_train_nccl": True,
+    "offload_rollout": False,
+    "use_megatron_fsdp": False,
+    "sglang_options": {},
+    "deterministic_mode": False,
+    "hf_checkpoint": "/model",
+    "rollout_num_gpus_per_engine": 2,
+    "rollout_seed": 42,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({}, RunFacts(broadcasts_weights=True)),
+        ({"update_weight_transport": "disk"}, RunFacts()),
+        ({"debug_rollout_only": True}, RunFacts()),
+        ({"debug_train_only": True}, RunFacts()),
+        ({"colocate": True, "offload_train": True}, RunFacts(shares_gpus=True, offloads_training=True)),
+        ({"offload_train_nccl": False}, RunFacts(broadcasts_weights=True, suspends_nccl=False)),
+        ({"deterministic_mode": True}, RunFacts(broadcasts_weights=True, deterministic=True)),
+        ({"use_megatron_fsdp": True}, RunFacts(broadcasts_weights=True, megatron_fsdp=True)),
+        (
+            {"sglang_options": {"enable_symm_mem": True}},
+            RunFacts(broadcasts_weights=True, symmetric_memory=True),
+        ),
+    ],
+)
+def test_flags_become_facts(changes: dict[str, Any], facts: RunFacts):
+    assert run_facts(Arguments(**FLAGS | changes)) == facts
+
+
+def test_training_variables_reach_no_engine():
+    launch = Launch.decide(GPU, RunFacts(shares_gpus=True), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {})
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in launch.environment
+    on_cpu = Launch.decide(CPU, RunFacts(), {"OMP_NUM_THREADS": "7"}, {})
+    assert on_cpu.environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(("run", "cumem"), [(RunFacts(broadcasts_weights=True), "0"), (RunFacts(), None)])
+def test_servers_have_the_nccl_setting_of_the_ranks_that_send_to_them(run: RunFacts, cumem: str | None):
+    launch = Launch.decide(GPU, run, {}, {})
+    settings = server_settings(Arguments(**FLAGS), 0, launch)
+    assert (launch.nccl_cumem, settings.nccl_cumem, settings.cuda) == (cumem, cumem, True)
+
+
+def test_ranks_and_servers_agree_wherever_their_nodes_differ():
+    launch = Launch.decide(GPU, RunFacts(broadcasts_weights=True), {}, {"NCCL_CUMEM_ENABLE": "1"})
+    of_rank = rank_environment(
+        GPU, launch.run, gpu=0, cumem=launch.nccl_cumem, given={}, inherited={"NCCL_CUMEM_ENABLE": "0"} | launch.driver
+    )
+    of_server = server_environment(
+        ServerLaunch(cuda=True, nccl_cumem=launch.servers_nccl_cumem),
+        {},
+        {"NCCL_CUMEM_ENABLE": "0"},
+        ranks=1,
+        base_gpu_id=0,
+    )
+    assert of_rank["NCCL_CUMEM_ENABLE"] == of_server["NCCL_CUMEM_ENABLE"] == "1"
+
+
+def test_a_server_outside_of_the_ranks_groups_keeps_what_its_node_has():
+    facts = RunFacts(shares_gpus=True, offloads_training=True, suspends_nccl=False)
+    launch = Launch.decide(GPU, facts, {}, {})
+    assert (launch.nccl_cumem, launch.servers_nccl_cumem) == ("0", None)
+
+
+def test_the_drivers_choice_reaches_ranks_on_other_nodes():
+    launch = Launch.decide(GPU, RunFacts(), {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1"})
+    node = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "OMP_NUM_THREADS": "1"}
+    found = rank_environment(GPU, launch.run, gpu=0, cumem=None, given={}, inherited=node | launch.driver)
+    assert (found["CUDA_DEVICE_MAX_CONNECTIONS"], found["OMP_NUM_THREADS"]) == ("32", "12")
+
+
+H100S = {"CPU": 192.0, "GPU": 16.0, "accelerator_type:H100": 2.0}
+
+
+def test_a_driver_without_a_gpu_is_refused_where_ray_has_real_ones():
+    with pytest.raises(DriverWithoutGpuError, match=r"16 GPUs \(H100\) .*accelerator-type\": \"H100\"") as refused:
+        check_driver_sees_gpus(CPU, H100S, {})
+    assert "CUDA_VISIBLE_DEVICES" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "resources", "environment"),
+    [
+        (GPU, H100S, {}),
+        (CPU, {"CPU": 4.0, "GPU": 8.0}, {}),  # logical GPUs have no type
+        (CPU, {"CPU": 4.0, "accelerator_type:H100": 1.0}, {}),  # Ray was started with --num-gpus 0
+        (CPU, H100S, {"CUDA_VISIBLE_DEVICES": ""}),  # hidden on purpose, as the quickstart does
+    ],
+)
+def test_a_driver_goes_on_where_its_machine_is_what_ray_has(
+    machine: Machine, resources: dict[str, float], environment: dict[str, str]
+):
+    check_driver_sees_gpus(machine, resources, environment)

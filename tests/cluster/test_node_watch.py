@@ -1,0 +1,86 @@
+"""A node that is cut off is named soon; one that answers, however, is not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import slimrl
+from slimrl.cluster.node_watch import NodeWatch, Pace, WatchedNode, nodes_of
+from slimrl.cluster.slots import Slot, SlotPlan
+from tests.machines import ADDRESSES, two_machines, why_not
+
+FAST = Pace(period_s=0.1, timeout_s=5.0, silent_after_s=0.5)
+WATCHER = f"""
+import logging, sys, time
+from slimrl.cluster.node_watch import NodeWatch, Pace, WatchedNode
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+node = WatchedNode("{ADDRESSES[1]}", 6380, "training ranks 2, 3")
+with NodeWatch([node], Pace(period_s=0.5, timeout_s=0.5, silent_after_s=1.5)).running() as watch:
+    print("watching", flush=True)
+    sys.stdin.readline()
+    print("now:", watch.silent(), flush=True)
+"""
+
+
+def test_a_node_is_named_within_half_a_minute_of_its_last_answer():
+    pace = Pace()
+    assert pace.silent_after_s + pace.period_s + pace.timeout_s <= 30
+
+
+def test_every_other_node_with_a_slot_is_watched_and_described_by_what_is_on_it():
+    slots = [Slot(i, node, "", 0) for i, node in enumerate("aabbcc")]
+    plan = SlotPlan(6, range(3), range(3, 5), 1, range(5, 6))
+    known = [
+        {"NodeID": node, "NodeManagerAddress": f"10.0.0.{number}", "NodeManagerPort": 7000 + number, "Resources": {}}
+        for number, node in enumerate("abcde")
+    ]
+    known[4]["Resources"] = {"CPU": 8.0, "node:__internal_head__": 1.0}
+    assert nodes_of(slots, plan, known, own="a") == [
+        WatchedNode("10.0.0.1", 7001, "training ranks 2; rollout slots 0"),
+        WatchedNode("10.0.0.2", 7002, "rollout slots 1; reward slots 0"),
+        WatchedNode("10.0.0.4", 7004, "the head of Ray"),
+    ]
+
+
+def test_who_listens_or_refuses_is_not_named(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as refuses:
+        refuses.bind(("127.0.0.1", 0))  # nobody listens there
+        nodes = [WatchedNode(*one.getsockname(), "") for one in (listener, refuses)]
+        with caplog.at_level(logging.WARNING, "slimrl"), NodeWatch(nodes, FAST).running() as watch:
+            time.sleep(1.5)
+            assert watch.silent() == ""
+    assert caplog.messages == []
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"two machines: {why_not()}")
+@pytest.mark.timeout(60)
+def test_a_machine_whose_cable_is_pulled_is_named_and_so_is_its_return(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(slimrl.__file__).parent.parent)}
+    listen = "import socket, time; s = socket.create_server(('', 6380)); print('listens', flush=True); time.sleep(600)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with two_machines(tmp_path) as machines:
+        other = subprocess.Popen(machines.command(1, sys.executable, "-c", listen), **pipes)
+        watcher = subprocess.Popen(machines.command(0, sys.executable, "-c", WATCHER), **pipes)
+        try:
+            assert (other.stdout.readline(), watcher.stdout.readline()) == ("listens\n", "watching\n")
+            time.sleep(1)
+            machines.cut(1)
+            cut = time.monotonic()
+            named = watcher.stdout.readline()
+            assert named.startswith(f"node {ADDRESSES[1]} (training ranks 2, 3) has not answered on the network for ")
+            assert 1 < time.monotonic() - cut < 10
+            machines.cut(1, "up")
+            assert watcher.stdout.readline() == f"node {ADDRESSES[1]} answers on the network again\n"
+            assert watcher.communicate("\n", timeout=20)[0] == "now: \n"
+        finally:
+            for process in (other, watcher):
+                process.kill()
+                process.wait(10)

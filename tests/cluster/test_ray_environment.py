@@ -1,0 +1,53 @@
+"""What Ray is told before it is imported."""
+
+import os
+
+import pytest
+from ray._private import ray_constants
+
+from slimrl.cluster.ray_environment import prepare_ray_environment
+
+NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+METRICS = "RAY_enable_metrics_collection"
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in (*NAMES, METRICS, LOOPBACK):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def prepared() -> dict[str, str]:
+    prepare_ray_environment()
+    return {name: os.environ[name] for name in (*NAMES, METRICS, LOOPBACK) if name in os.environ}
+
+
+def test_a_local_cluster_asks_for_a_token_and_shows_no_figures_without_one(environment):
+    found = prepared()
+    assert len(found.pop("RAY_AUTH_TOKEN")) == 64
+    assert found == {
+        "RAY_AUTH_MODE": "token",
+        "AUTOSCALER_METRIC_PORT": "-1",
+        "DASHBOARD_METRIC_PORT": "-1",
+        METRICS: "0",
+        LOOPBACK: "0",
+    }
+
+
+def test_a_cluster_that_is_there_is_left_as_it_is(environment):
+    environment.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert prepared() == {"RAY_ADDRESS": "10.0.0.1:6379"}
+
+
+def test_what_the_user_chose_stays(environment):
+    environment.setenv("RAY_AUTH_MODE", "disabled")
+    environment.setenv("DASHBOARD_METRIC_PORT", "44227")
+    found = prepared()
+    assert (found["RAY_AUTH_MODE"], found["DASHBOARD_METRIC_PORT"]) == ("disabled", "44227")
+    assert "RAY_AUTH_TOKEN" not in found
+
+
+def test_ray_still_knows_the_variable_that_keeps_it_on_loopback():
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == LOOPBACK

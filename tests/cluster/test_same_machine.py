@@ -1,0 +1,99 @@
+"""Nodes that SGLang would take for one machine are refused; nodes that are one machine, or two, are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import slimrl
+from slimrl.cluster.engine import Engine
+from slimrl.cluster.same_machine import NodeMark, marked, seen_of, taken_for_one
+from slimrl.processes import ProcessStartError, leftovers
+from tests.machines import ADDRESSES, two_machines, why_not
+
+A, B, C = (
+    NodeMark(f"10.0.0.{number}", f"slimrl-node-{number}", network) for number, network in ((1, 7), (2, 8), (3, 8))
+)
+NODE = """
+import json, sys
+from slimrl.cluster.same_machine import NodeMark, marked, seen_of
+with marked(sys.argv[1]) as mark:
+    print(json.dumps([mark.address, mark.name, mark.network]), flush=True)
+    marks = [NodeMark(*row) for row in json.loads(sys.stdin.readline())]
+    print(json.dumps(sorted(seen_of(marks))), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seen", "pair"),
+    [
+        ([{A.name}, {B.name}, {C.name}], None),  # three machines
+        ([{A.name}, {B.name, C.name}, {B.name, C.name}], None),  # two Ray nodes on one of two machines
+        ([{A.name, B.name}, {A.name, B.name}, {C.name}], "10.0.0.1 and 10.0.0.2"),
+        ([{A.name, C.name}, {B.name}, {A.name, C.name}], "10.0.0.1 and 10.0.0.3"),
+    ],
+)
+def test_nodes_are_refused_that_share_memory_and_not_a_network(seen, pair):
+    why = taken_for_one([A, B, C], seen)
+    assert why is None if pair is None else f"the nodes {pair} share /dev/shm and not their network" in why
+
+
+def test_an_engine_on_such_nodes_does_not_start_and_names_them():
+    def actor(mark: NodeMark) -> types.SimpleNamespace:
+        async def answer(value):
+            return value
+
+        methods = {"mark": lambda: answer(mark), "seen_of": lambda marks: answer({one.name for one in marks})}
+        stopped = []
+        methods["stop"] = lambda _: answer(stopped.append(True))
+        remote = {name: types.SimpleNamespace(remote=method) for name, method in methods.items()}
+        return types.SimpleNamespace(stopped=stopped, **remote)
+
+    engine = Engine.__new__(Engine)
+    engine.settings = types.SimpleNamespace(name="0")
+    engine._actors = [actor(A), actor(B)]
+    with pytest.raises(ProcessStartError, match=r"SGLang server 0 cannot start: the nodes 10\.0\.0\.1 and 10\.0\.0\.2"):
+        asyncio.run(engine.start(1.0))
+    assert [one.stopped for one in engine._actors] == [[True], [True]]
+
+
+def test_a_mark_is_seen_while_it_is_there_and_that_of_a_killed_process_goes_with_the_next_start(tmp_path):
+    with marked("10.0.0.1", str(tmp_path)) as mark:
+        assert seen_of([mark, A], str(tmp_path)) == {mark.name}
+    assert seen_of([mark], str(tmp_path)) == set()
+    killed = tmp_path / "slimrl-node-killed"
+    killed.mkdir()
+    leftovers.own(killed).release()
+    assert leftovers.sweep(tmp_path / "empty", str(tmp_path)) == [str(killed)]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"two machines: {why_not()}")
+@pytest.mark.parametrize("own_shared_memory", [True, False])
+def test_containers_of_one_host_are_told_from_two_machines(own_shared_memory, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(slimrl.__file__).parent.parent)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with two_machines(tmp_path, own_shared_memory=own_shared_memory) as machines:
+        nodes = [
+            subprocess.Popen(machines.command(number, sys.executable, "-c", NODE, address), **pipes)
+            for number, address in enumerate(ADDRESSES)
+        ]
+        try:
+            marks = [json.loads(node.stdout.readline()) for node in nodes]
+            for node in nodes:
+                print(json.dumps(marks), file=node.stdin, flush=True)
+            seen = [json.loads(node.stdout.readline()) for node in nodes]
+            for node in nodes:
+                node.communicate("\n", timeout=20)
+        finally:
+            for node in nodes:
+                node.kill()
+    why = taken_for_one([NodeMark(*row) for row in marks], seen)
+    assert why is None if own_shared_memory else f"{ADDRESSES[0]} and {ADDRESSES[1]} share /dev/shm" in why

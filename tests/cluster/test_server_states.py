@@ -1,0 +1,96 @@
+"""A server that keeps others waiting is named, with its stopped processes; those that are well are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from aiohttp import web
+
+from slimrl.cluster import server_states
+from slimrl.cluster.server_states import states_of
+
+LOADS = {"timestamp": "2026-01-01T00:00:00+00:00", "loads": []}
+
+
+class Engine:
+    """Answers as `stopped` says: a list, an error, or never (None)."""
+
+    def __init__(self, name: str, url: str | None, stopped: list[str] | Exception | None) -> None:
+        self.name, self.url, self.key, self._stopped = name, url, "k", stopped
+
+    async def stopped(self) -> list[str]:
+        if self._stopped is None:
+            await asyncio.sleep(60)
+        if isinstance(self._stopped, Exception):
+            raise self._stopped
+        return self._stopped
+
+
+@pytest.fixture
+def stopped_child():
+    """A child that the kernel has stopped, below this process."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    yield child
+    child.kill()
+    child.wait()
+
+
+async def states(engines, router_pid=None):
+    """Of engines, where "well" stands for the address of a server that answers and "silent" for one that does not."""
+
+    def well(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer k":
+            return web.Response(status=401)
+        return web.Response(text=json.dumps(LOADS))
+
+    async def silent(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/well/v1/loads", well)
+    app.router.add_get("/silent/v1/loads", silent)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    for engine in engines:
+        engine.url = engine.url and f"{base}/{engine.url}"
+    try:
+        return [state.replace(base, "") for state in await states_of(engines, router_pid)]
+    finally:
+        await runner.cleanup()
+
+
+def test_servers_that_keep_others_waiting_are_named_and_the_others_are_not(monkeypatch):
+    monkeypatch.setattr(server_states, "LOOK_TIMEOUT_S", 0.3)
+    engines = [
+        Engine("0", "well", []),
+        Engine("1", "silent", []),
+        Engine("2", "silent", ["sglang::scheduler (4711)", "python (4712)"]),
+        Engine("3", "well", None),
+        Engine("4", "well", RuntimeError("dead")),
+        Engine("5", None, []),
+    ]
+    assert asyncio.run(states(engines)) == [
+        "SGLang server 1 (/silent) does not answer",
+        "SGLang server 2 (/silent) has stopped processes: sglang::scheduler (4711), python (4712) (SIGSTOP or a"
+        " debugger: `kill -CONT` lets them go on)",
+        "SGLang server 3 (/well) cannot be asked: no answer of its actor",
+        "SGLang server 4 (/well) cannot be asked: RuntimeError",
+    ]
+
+
+def test_a_stopped_router_is_named_by_its_process(stopped_child):
+    name = psutil.Process(stopped_child.pid).name()
+    (state,) = asyncio.run(states([Engine("0", "well", [])], os.getpid()))
+    assert state.startswith(f"the SGLang router has stopped processes: {name} ({stopped_child.pid}) (SIGSTOP or a")

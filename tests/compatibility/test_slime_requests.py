@@ -1,0 +1,258 @@
+"""What modules written for slime ask of the router and of other services, and what comes of it in a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+
+import pytest
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.compatibility import requests
+from slimrl.compatibility.background import load_function
+from slimrl.compatibility.generate_state import GenerateState, get_model_url
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.engine import StoppableEngine
+from slimrl.sglang.client import RouterClient
+from slimrl.sglang.errors import EngineRequestError
+from tests.compatibility.slime_router import Router, answer, rolled, serve
+
+
+def test_post_and_get_give_json_or_text_and_try_again_where_that_may_help(monkeypatch):
+    monkeypatch.setattr(requests, "PAUSE_S", 0.0)
+    router = Router(
+        {
+            "/good": [(503, "later"), (429, "later"), (200, {"score": 1})],
+            "/text": [(200, "yes")],
+            "/bad": [(500, "broken")],
+            "/refused": [(422, "no")],
+            "/moved": [(302, "there")],
+        }
+    )
+
+    async def body(port):
+        at = f"http://127.0.0.1:{port}"
+        assert await requests.post(f"{at}/good", {"a": torch.tensor([1])}, headers={"X-Own": "1"}) == {"score": 1}
+        assert await requests.get(f"{at}/text") == "yes"
+        for path, told in (("bad", r"failed with HTTP 500: broken \(tried 2 times"), ("refused", "HTTP 422: no")):
+            with pytest.raises(requests.RequestFailedError, match=told):
+                await requests.post(f"{at}/{path}", {}, max_retries=2)
+        with pytest.raises(requests.RequestFailedError, match="answered HTTP 302"):
+            await requests.post(f"{at}/moved", {})
+        with pytest.raises(requests.RequestFailedError, match="cannot be reached"):
+            await requests.get("http://127.0.0.1:9")
+        with pytest.raises(ValueError, match="max_retries 0"):
+            await requests.post(at, {}, max_retries=0)
+
+    serve(router, body)
+    paths = [path for path, _, _ in router.asked]
+    assert {path: paths.count(path) for path in paths} == {
+        "/good": 3,
+        "/text": 1,
+        "/bad": 2,
+        "/refused": 1,
+        "/moved": 1,
+    }
+    assert router.asked[0][1] == {"a": [1]} and router.asked[0][2]["X-Own"] == "1"
+
+
+def test_an_agent_that_sends_text_is_trained_on_its_own_tokens(tokenizer, make_args, monkeypatch):
+    replies = [(200, answer(tokenizer, "is it 3")), (200, answer(tokenizer, "no", "length"))]
+    sample, asked = rolled(tokenizer, make_args, monkeypatch, {"/generate": replies}, "search_agent.generate")
+    assert sample.response == "is it 3(3)no" and sample.status is SampleStatus.TRUNCATED
+    assert tokenizer.decode(sample.tokens) == sample.prompt + sample.response
+    assert sample.loss_mask == [1] * 7 + [0] * 3 + [1] * 2
+    assert sample.rollout_log_probs == [-0.5] * 7 + [0.0] * 3 + [-0.5] * 2
+    assert [body["text"] for _, body, _ in asked] == [sample.prompt, sample.prompt + "is it 3(3)"]
+    assert {headers["X-SMG-Routing-Key"] for _, _, headers in asked} == {sample.session_id}  # one server for all turns
+    assert sample.weight_versions == ["2", "2"] and sample.version_spans == [["2", 12]]
+
+
+def test_an_agent_whose_sample_keeps_the_books_is_judged_by_its_own_function(tokenizer, make_args, monkeypatch):
+    replies = [(200, answer(tokenizer, "0", version="2")), (200, answer(tokenizer, "ok", version="3"))]
+    sample, asked = rolled(
+        tokenizer,
+        make_args,
+        monkeypatch,
+        {"/generate": replies},
+        "tool_agent.generate",
+        custom_rm_path="tool_agent.reward_func",
+        rollout_max_context_len=64,
+    )
+    assert sample.response == "0(0)ok" and sample.loss_mask == [1, 0, 0, 0, 1, 1]
+    assert sample.version_spans == [["2", 1], ["", 3], ["3", 2]] and sample.status is SampleStatus.COMPLETED
+    assert sample.reward == pytest.approx(1.1)  # 0 + 0 is 0, after one call
+    assert asked[1][1]["input_ids"] == sample.tokens[:-2]
+    room = 64 - len(sample.tokens) + 2
+    assert asked[1][1]["sampling_params"]["max_new_tokens"] == min(64, room)
+
+
+def test_weights_are_unknown_where_turns_of_different_ones_are_put_together_by_hand(tokenizer, make_args, monkeypatch):
+    replies = [(200, answer(tokenizer, "is it 3", version="2")), (200, answer(tokenizer, "no", version="3"))]
+    sample, _ = rolled(tokenizer, make_args, monkeypatch, {"/generate": replies}, "search_agent.generate")
+    assert sample.weight_versions == ["2", "3"] and sample.version_spans == [["", 12]] * bool(sample.version_spans)
+
+
+OWN = """
+    import asyncio
+    from slime.rollout.sglang_rollout import GenerateState, generate as plain, get_model_url
+    from slime.rollout.rm_hub import batched_async_rm
+    from slime.utils.http_utils import post
+    from slime.utils.types import Sample
+
+    async def longer(args, sample, sampling_params):
+        sample = await plain(args, sample, {**sampling_params, "temperature": 0.0})
+        sample.response += "!"
+        return sample
+
+    async def asks(args, sample, **kwargs):
+        own = get_model_url(args, "default", "/score")
+        await post(own, {})
+        return await post(own.replace("127.0.0.1", "localhost"), {})
+
+    async def judged(args, sample, sampling_params):
+        sample = await plain(args, sample, sampling_params)
+        sample.reward = (await batched_async_rm(args, [sample]))[0]
+        return sample
+
+    async def chats(args, sample, sampling_params):
+        answer = await post(get_model_url(args, "default", "/v1/chat/completions"), {"messages": []})
+        sample.metadata["chat"] = answer["choices"][0]["message"]["content"]
+        return await plain(args, sample, sampling_params)
+
+    async def streams(args, sample, sampling_params):
+        await post(get_model_url(args, "default"), {"text": "x", "stream": True})
+
+    async def with_pictures(args, sample, sampling_params):
+        sample = await plain(args, sample, sampling_params)
+        sample.multimodal_inputs = {"images": [1]}
+        return sample
+
+    async def in_words(args, sample, sampling_params):
+        sample = await plain(args, sample, sampling_params)
+        return Sample(prompt=sample.prompt, tokens=sample.tokens, response_length=sample.response_length,
+                      rollout_log_probs=sample.rollout_log_probs, status="completed",
+                      index=sample.index, group_index=sample.group_index)
+
+    async def refused(args, sample, sampling_params):
+        await post(get_model_url(args, "default", "/refused"), {})
+
+    async def with_state(args, sample, sampling_params):
+        state = GenerateState(args)
+        with state.dp_rank_context() as rank:
+            async with state.semaphore:
+                sample = await plain(args, sample, {**sampling_params, **state.sampling_params})
+        sample.metadata["state"] = [rank, state.aborted, state.processor, state.sampling_params["max_new_tokens"]]
+        return sample
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_functions.py").write_text(textwrap.dedent(OWN))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_the_runs_key_goes_to_the_runs_router_and_nowhere_else(own, tokenizer, make_args, monkeypatch):
+    answers = {"/generate": [(200, answer(tokenizer, "ab"))], "/score": [(200, 0.5)]}
+    changes = {"custom_rm_path": "own_functions.asks", "sglang_options": {"api_key": "secret"}}
+    sample, asked = rolled(tokenizer, make_args, monkeypatch, answers, "own_functions.longer", **changes)
+    shown = [headers.get("Authorization") for path, _, headers in asked if path == "/score"]
+    assert sample.reward == 0.5 and shown == ["Bearer secret", None]
+
+
+def test_what_slime_offers_to_a_generate_function_works_in_one(own, tokenizer, make_args, monkeypatch):
+    chat = {"choices": [{"message": {"content": "hello"}}]}
+    answers = {"/generate": [(200, answer(tokenizer, "\\boxed{0}"))], "/v1/chat/completions": [(200, chat)]}
+
+    def sample_of(name, **changes):
+        return rolled(tokenizer, make_args, monkeypatch, answers, f"own_functions.{name}", **changes)
+
+    sample, asked = sample_of("longer")
+    assert sample.response == "\\boxed{0}!" and asked[0][1]["sampling_params"]["temperature"] == 0.0
+    assert sample_of("judged", custom_rm_path=None)[0].reward == 1.0
+    assert sample_of("chats")[0].metadata["chat"] == "hello"
+    sample = sample_of("in_words")[0]
+    assert sample.status is SampleStatus.COMPLETED and sample.reward is not None
+    assert sample_of("with_state")[0].metadata["state"] == [0, False, None, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("streams", "answers are taken whole: leave stream out"),
+        ("with_pictures", "it has multimodal_inputs, which nothing here reads: images"),
+        ("refused", "refused the request with HTTP 422"),
+    ],
+)
+def test_what_is_not_served_ends_with_its_name(own, tokenizer, make_args, monkeypatch, name, told):
+    answers = {"/generate": [(200, answer(tokenizer, "ab"))], "/refused": [(422, "no")]}
+    with pytest.raises(RuntimeError, match=told):
+        rolled(tokenizer, make_args, monkeypatch, answers, f"own_functions.{name}")
+
+
+def test_helpers_say_where_they_cannot_be_called():
+    args = Arguments(sglang_router_ip="h", sglang_router_port=1)
+    with pytest.raises(RuntimeError, match="from within a function of --custom-generate-function-path"):
+        asyncio.run(load_function("slimrl.compatibility.generate_state.generate")(args, Sample(), {}))
+    with pytest.raises(ValueError, match="there is no model 'ref'"):
+        get_model_url(args, "ref")
+
+
+def test_once_a_rollout_is_full_post_answers_that_it_was_aborted():
+    class Silent:
+        async def abort_all(self):
+            pass
+
+        async def ask(self, path, payload, session_id=None):
+            return {"asked": path}
+
+    async def body():
+        engine = StoppableEngine(Silent())
+        before = await engine.ask("/generate", {})
+        await engine.stop()
+        paths = ("/generate", "/v1/chat/completions", "/flush_cache")
+        return before, [await engine.ask(path, {}) for path in paths]
+
+    before, (generated, chat, other) = asyncio.run(body())
+    assert before == {"asked": "/generate"} and other == {"asked": "/flush_cache"}
+    assert (
+        generated["meta_info"]["finish_reason"]["type"] == "abort"
+        and generated["meta_info"]["output_token_logprobs"] == []
+    )
+    assert chat["choices"][0]["finish_reason"] == "abort" and chat["choices"][0]["message"]["content"] == ""
+
+
+def test_the_client_hands_answers_on_as_they_are_and_checks_them_all_the_same(tokenizer):
+    good = {**answer(tokenizer, "ab"), "extra": [1]}
+    torn = {**answer(tokenizer, "ab"), "output_ids": [1]}
+    router = Router({"/generate": [(200, good), (200, torn)], "/refused": [(400, "no")]})
+
+    async def body(port):
+        client = RouterClient(f"http://127.0.0.1:{port}", [], concurrency=1, request_timeout_s=5)
+        async with client:
+            payload = {"text": "x", "return_logprob": True}
+            assert await client.ask("/generate", payload, "s") == good
+            with pytest.raises(Exception, match="answered 1 token ids and log-probabilities of 2 others"):
+                await client.ask("/generate", payload)
+            with pytest.raises(EngineRequestError, match="refused"):
+                await client.ask("/refused", {})
+            waiting = asyncio.ensure_future(client.ask("/generate", payload))
+            client._slots.get_nowait()
+            await asyncio.sleep(0)
+            await client.abort_all()
+            client._slots.put_nowait(None)
+            return await waiting
+
+    assert serve(router, body)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_the_state_does_not_run_code_of_a_checkpoint_by_itself(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "slimrl.compatibility.generate_state._cached_tokenizer", lambda path, trusted: asked.append((path, trusted))
+    )
+    GenerateState(Arguments(hf_checkpoint="model"))
+    GenerateState(Arguments(hf_checkpoint="model", sglang_options={"trust_remote_code": True}))
+    assert asked == [("model", False), ("model", True)]

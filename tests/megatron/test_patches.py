@@ -1,0 +1,175 @@
+"""Which patches of megatron-core apply to which machine, and that those for a GPU without Transformer Engine work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.megatron import patches
+from tests.megatron import tiny
+from tests.megatron.launch import RankPool
+
+ON_CPU = [
+    "torch stand-in",
+    "plain functions",
+    "CPU tensor types",
+    "sharding on the CPU",
+    "optimizer offload on the CPU",
+    "tensor.cuda()",
+    "random state",
+    "token counts",
+]
+WITHOUT_ENGINE = ["router product", "fp8 state", "engine version", "latent attention", "sharded linear layers"]
+EVERYWHERE = ["pickles of checkpoints", "checksums of checkpoints"]
+# cuda, transformer_engine, apex
+MACHINES = {
+    (False, False, False): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
+    (False, False, True): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
+    (False, True, False): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
+    (False, True, True): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
+    (True, False, False): WITHOUT_ENGINE + EVERYWHERE,
+    (True, False, True): WITHOUT_ENGINE + EVERYWHERE,
+    (True, True, False): ["linear layers without Apex", *EVERYWHERE],
+    (True, True, True): EVERYWHERE,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_gets_the_patches_that_it_needs(machine: tuple[bool, bool, bool]):
+    cuda, transformer_engine, apex = machine
+    found = patches.patches_for(cuda=cuda, transformer_engine=transformer_engine, apex=apex)
+    assert [patch.name for patch in found] == MACHINES[machine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_machine_is_looked_at_where_patches_are_applied(
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[bool, bool, bool]
+):
+    cuda, transformer_engine, apex = machine
+    applied: list[str] = []
+    rows = [
+        patches.Patch(patch.name, patch.repairs, patch.applies, lambda name=patch.name: applied.append(name))
+        for patch in patches.PATCHES
+    ]
+    monkeypatch.setattr(patches, "PATCHES", tuple(rows))
+    monkeypatch.setattr(patches, "is_cpu", lambda: not cuda)
+    monkeypatch.setattr(patches, "transformer_engine_installed", lambda: transformer_engine)
+    monkeypatch.setattr(patches, "apex_installed", lambda: apex)
+    patches.activate()
+    assert applied == MACHINES[machine]
+
+
+def without_engine(rank: int, world_size: int, init_method: str, patched: bool) -> dict[str, str]:
+    """What fails of megatron-core, as it is or with the patches of a GPU without Transformer Engine; by attempt."""
+    if patched:
+        for patch in 2 * patches.patches_for(cuda=True, transformer_engine=False, apex=False):  # twice is harmless
+            patch.apply()
+    failures = {}
+    for attempt in (route, recompute_norm, ask_for_version, find_engine_linear, look_for_engine_linear):
+        try:
+            attempt()
+        except (NameError, TypeError, AssertionError) as error:
+            failures[attempt.__name__] = f"{type(error).__name__}: {error}"
+    return failures
+
+
+def route() -> None:
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((3, 1, 8), (4, 8)))
+    logits = router_gating_linear(x, weight, None, torch.float32)
+    expected = x.float() @ weight.float().T
+    torch.testing.assert_close(logits, expected)
+    upstream = torch.randn_like(expected)
+    ours, plain = (torch.autograd.grad(y, (x, weight), upstream) for y in (logits, expected))
+    for gradient, truth in zip(ours, plain, strict=True):
+        torch.testing.assert_close(gradient, truth)
+
+
+def recompute_norm() -> None:
+    """As a layer recomputes its norm, without the random state of a GPU."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *_: None
+    random._fork_rng = random.contextlib.nullcontext
+    x = torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(8, 8, requires_grad=True)
+    norm = torch.nn.RMSNorm(8)
+    random._CHECKPOINTING = True
+    kept = random.CheckpointWithoutOutput()
+    normalised = kept.checkpoint(norm, x)
+    projected = normalised @ weight
+    kept.discard_output_and_register_recompute(projected)
+    assert normalised.untyped_storage().nbytes() == 0
+    projected.square().sum().backward()
+    truth = x.detach().clone().requires_grad_()
+    (norm(truth) @ weight.detach()).square().sum().backward()
+    torch.testing.assert_close(x.grad, truth.grad)
+
+
+def ask_for_version() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    OptimizerConfig(
+        optimizer="adam",
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=True,
+        optimizer_cpu_offload=True,
+        exp_avg_dtype=torch.bfloat16,
+    )
+
+
+def find_engine_linear() -> None:
+    from megatron.core.transformer import multi_latent_attention as latent
+
+    assert not latent.HAVE_TE or not isinstance(torch.nn.Linear(1, 1), latent.TELinear)
+
+
+def look_for_engine_linear() -> None:
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    assert not isinstance(torch.nn.Linear(1, 1), mcore_fsdp_adapter.TELinear)
+
+
+@pytest.mark.slow
+def test_what_fails_without_transformer_engine_works_with_its_patches(one_rank: RankPool):
+    failing = one_rank.run(without_engine, False)[0]
+    assert {name: text.partition(":")[0] for name, text in failing.items()} == {
+        "route": "NameError",
+        "recompute_norm": "NameError",
+        "ask_for_version": "TypeError",
+        "find_engine_linear": "TypeError",
+        "look_for_engine_linear": "TypeError",
+    }
+    assert one_rank.run(without_engine, True)[0] == {}
+
+
+def output_layer(rank: int, world_size: int, init_method: str, apply: bool) -> Any:
+    """Whether the output layer and a row-parallel layer of a model that fuses gradients do so too."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    from slimrl.megatron import config, model, parallel
+
+    args = tiny.tiny_args(untie_embeddings_and_output_weights=True)
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    if apply:
+        for patch in 2 * patches.patches_for(cuda=True, transformer_engine=True, apex=False):
+            patch.apply()
+    shape = config.transformer_config(args)
+    shape.gradient_accumulation_fusion = True
+    built = model.policy_model(args, shape, True, True)
+    rows = [module for module in built.modules() if isinstance(module, RowParallelLinear)]
+    kept = all(module.config is shape for module in (built.output_layer, *rows))
+    fused = {module.gradient_accumulation_fusion for module in (built.output_layer, *rows)}
+    parallel.shutdown()
+    return state.world_size, kept, fused
+
+
+@pytest.mark.slow
+def test_layers_of_megatrons_own_are_built_without_apex_where_the_others_fuse_gradients(one_rank: RankPool):
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda module is not found"):
+        one_rank.run(output_layer, False)
+    assert one_rank.run(output_layer, True)[0] == (1, True, {False})

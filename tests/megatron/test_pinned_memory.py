@@ -1,0 +1,149 @@
+"""Host memory for what leaves a device: how much of it is taken, and that every byte comes back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.data.batch import RolloutBatch
+from slimrl.megatron.pinned_memory import CHUNK_BYTES, HostCopy, HostMemory
+from tests.megatron import ranks, tiny
+from tests.megatron.conftest import Models
+from tests.megatron.launch import RankPool
+from tests.megatron.test_rotary import YARN
+
+KIB = 1024
+
+
+class PowersOfTwo:
+    """Gives memory as torch's allocator of page-locked memory does; `taken` is what it had to lock for that."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.requests = 0
+
+    def __call__(self, size: int) -> Tensor:
+        self.requests += 1
+        self.taken += 1 << (size - 1).bit_length()
+        return torch.empty(size, dtype=torch.uint8, device="meta")  # the sizes are those of a large model
+
+
+def large_model() -> list[Tensor]:
+    """The weights of Qwen3-8B in bfloat16, under meta: hidden 4096, feed-forward 12288, 36 layers, 151936 ids."""
+    shapes = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096,), (4096,), (128,), (128,)] * 36
+    shapes += [(151936, 4096), (151936, 4096), (4096,)]
+    return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+
+
+def test_no_more_is_locked_than_the_tensors_have_and_one_chunk():
+    tensors, by_tensor, by_chunk = large_model(), PowersOfTwo(), PowersOfTwo()
+    size = sum(tensor.nbytes for tensor in tensors)
+    for tensor in tensors:
+        by_tensor(tensor.nbytes)
+    assert by_tensor.taken > 1.29 * size  # what a buffer for each would lock
+    memory = HostMemory(page_locked=True, allocate=by_chunk)
+    copies = [HostCopy(tensors, memory) for _ in range(2)]
+    assert len(copies) == 2
+    assert 2 * size <= by_chunk.taken <= 2 * size + CHUNK_BYTES
+    assert memory.nbytes == by_chunk.taken
+
+
+def test_locked_chunks_are_used_again_and_others_given_back():
+    allocator = PowersOfTwo()
+    memory = HostMemory(page_locked=True, allocate=allocator)
+    for _ in range(3):
+        assert sum(piece.numel() for piece in memory.take(CHUNK_BYTES + 5)) == CHUNK_BYTES + 5
+        memory.take(7)
+        memory.free()
+    assert (allocator.requests, memory.nbytes) == (2, 2 * CHUNK_BYTES)
+    other = HostMemory(page_locked=False)
+    other.take(5)
+    other.free()
+    assert other.nbytes == 0
+
+
+def test_tensors_of_every_kind_come_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slimrl.megatron.pinned_memory.CHUNK_BYTES", KIB)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(37, 41, generator=generator)
+    tensors = [
+        drawn.bfloat16(),  # 3034 bytes: over three chunks
+        torch.tensor(3),
+        drawn[:1, :3] > 0,
+        torch.empty(0, 5),
+        drawn.double().t(),  # its elements do not stand one after another
+        drawn[:, 5:7].clone(),
+    ]
+    expected = [tensor.clone() for tensor in tensors]
+    places = [tensor.data_ptr() for tensor in tensors]
+    memory = HostMemory(page_locked=False)
+    copy = HostCopy(tensors, memory)
+    copy.save(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    copy.fill(tensors)
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+    assert [tensor.data_ptr() for tensor in tensors] == places
+    assert memory.nbytes <= sum(tensor.nbytes for tensor in tensors) + len(tensors) * 64 + KIB
+
+
+def hold(
+    rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
+) -> tuple[int, int, int, int, list[bool]]:
+    """Bytes of the reference: planned, held, with the plan's chunk; frequencies kept before a sleep and after it."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    from slimrl.arguments.plan.memory import training_memory
+    from slimrl.megatron import pinned_memory
+    from slimrl.megatron.model import build_model
+    from slimrl.megatron.sequences import packed_sequences
+
+    pinned_memory.CHUNK_BYTES = 4 * KIB
+    made: list[Any] = []
+
+    def remember(kind: type) -> None:
+        make = kind.get_emb
+
+        def get_emb(self: Any, *inputs: Any) -> Any:
+            result = make(self, *inputs)
+            made.append(weakref.ref(result[0] if isinstance(result, tuple) else result))
+            return result
+
+        kind.get_emb = get_emb
+
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        remember(kind)
+    trainer = ranks.start(rank, world_size, init_method, args)
+    trainer.train(0, ranks.share_of(trainer, rollout))
+    latent = build_model(tiny.tiny_args(**YARN), trainer.parallel)
+    sequences = packed_sequences(torch.tensor([4, 3]), 1, trainer.parallel.device, rank=0)
+    latent(torch.arange(7).unsqueeze(0), None, None, packed_seq_params=sequences)
+    gc.collect()
+    kept = sum(one() is not None for one in made)
+    trainer.memory.sleep()
+    gc.collect()
+    left = [one() is not None for one in made]
+    held = trainer._reference.host_bytes
+    trainer.memory.wake()
+    trainer.close()
+    return training_memory(args)[0].host, held, pinned_memory.CHUNK_BYTES, kept, left
+
+
+@pytest.mark.slow
+def test_a_trainers_reference_takes_what_is_planned_and_a_sleeping_one_keeps_no_frequencies(
+    one_rank: RankPool, models: Models
+):
+    args = tiny.tiny_args(
+        load=str(models.policy), ref_load=str(models.reference), use_kl_loss=True, kl_loss_coef=0.05, **models.flags
+    )
+    ((planned, held, chunk, kept, left),) = one_rank.run(hold, args, tiny.recorded_rollout(3))
+    assert planned <= held <= planned + chunk
+    assert kept >= 2  # of the model's, and of the one with latent attention
+    assert not any(left)

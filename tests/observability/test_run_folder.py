@@ -1,0 +1,36 @@
+"""The run's folder is its user's alone."""
+
+import os
+import stat
+
+from slimrl.observability.run_folder import make_private
+
+
+def rights(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_folder_of_a_run_is_closed_to_others_and_what_is_above_it_is_as_usual(tmp_path):
+    before = os.umask(0o022)
+    try:
+        assert make_private(tmp_path / "runs" / "a") is None
+        assert rights(tmp_path / "runs" / "a") == 0o700
+        assert rights(tmp_path / "runs") == 0o755
+    finally:
+        os.umask(before)
+
+
+def test_a_folder_that_is_there_is_closed_as_well(tmp_path):
+    (tmp_path / "a").mkdir(mode=0o755)
+    assert make_private(tmp_path / "a") is None
+    assert rights(tmp_path / "a") == 0o700
+
+
+def test_a_file_system_without_rights_is_told_of(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    assert make_private(tmp_path / "a") == (
+        f"others may be able to read the run's folder {tmp_path / 'a'}: Operation not permitted"
+    )

@@ -1,0 +1,196 @@
+"""The key of a run: who is given it, who shows it, and where it is not seen."""
+
+import asyncio
+import dataclasses
+import http.server
+import json
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.secrets import HIDDEN
+from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward
+from slimrl.sglang import access, router, server
+from slimrl.sglang.calls import answers, call
+from slimrl.sglang.client import RouterClient
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.errors import EngineRequestError
+from slimrl.sglang.external import inspect
+from slimrl.sglang.launch import ServerLaunch
+from slimrl.sglang.loads import load_of
+from slimrl.sglang.router_control import RunningRouter
+
+SECRET = "k3y-of-the-run"
+
+
+class Locked(http.server.BaseHTTPRequestHandler):
+    """Answers 401 to whoever does not show the key; what it is asked is kept."""
+
+    seen: list
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.seen.append((self.command, self.path, body))
+        allowed = self.headers.get("Authorization") == f"Bearer {SECRET}"
+        content = json.dumps({"workers": [], "loads": [], "timestamp": "2026-01-01T00:00:00+00:00"}).encode()
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_DELETE = _answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def locked():
+    handler = type("Handler", (Locked,), {"seen": []})
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.server_port}", handler.seen
+    listener.shutdown()
+    listener.server_close()
+
+
+class Recorded:
+    """In place of the process that would be started."""
+
+    def __init__(self, command, *, environment, **_: object) -> None:
+        self.command, self.environment = command, environment
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        pass
+
+
+def test_each_run_makes_a_key_of_its_own_and_takes_the_users():
+    first, second = (access.key_of(access.with_key(Arguments())) for _ in range(2))
+    assert first != second
+    assert len(first) >= 40
+    given = access.with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
+    assert given.sglang_options == {"api_key": SECRET, "dtype": "auto"}
+    assert given.rm_server_options == {"api_key": SECRET}
+
+
+def test_a_reward_model_of_the_users_is_not_shown_the_key_of_the_run():
+    assert access.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
+
+
+def test_a_key_is_not_seen_where_values_are_shown():
+    args = access.with_key(Arguments(sglang_options={"api_key": SECRET}))
+    for shown in (
+        repr(args),
+        str(args.sglang_options),
+        f"{dataclasses.asdict(args)}",
+        repr(pickle.loads(_pickled(args))),
+    ):
+        assert SECRET not in shown
+        assert HIDDEN in shown
+    assert access.HIDDEN == HIDDEN
+    assert json.dumps({"k": access.key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang gives it to whoever has it
+
+
+def _pickled(args: Arguments) -> bytes:
+    return pickle.dumps(args.sglang_options)
+
+
+def test_a_child_takes_the_key_out_of_its_environment():
+    environment = {"HOME": "/h", **access.for_child(access.Key(SECRET))}
+    assert access.taken(environment) == SECRET
+    assert environment == {"HOME": "/h"}
+    assert access.taken(environment) is None
+    assert access.for_child(None) == {}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_server_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_path, cuda):
+    monkeypatch.setattr(server, "ManagedProcess", Recorded)
+    options = {"api_key": SECRET, "host": "0.0.0.0"}
+    launched = server.ServerProcess(
+        "/model", log_path=tmp_path / "log", options=options, launch=ServerLaunch(cuda), key=SECRET
+    )
+    launched.start()
+    process = launched._process
+    launched.stop()
+    assert process.environment[access.VARIABLE] == SECRET
+    assert SECRET not in " ".join(process.command)
+    assert [word for word in process.command if word.startswith("--host")] == ["--host=0.0.0.0"]
+
+
+def test_a_router_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(router, "ManagedProcess", Recorded)
+    launched = router.RouterProcess(log_path=tmp_path / "log", key=SECRET)
+    launched.start()
+    process = launched._process
+    launched.stop()
+    assert process.environment[access.VARIABLE] == SECRET
+    assert SECRET not in " ".join(process.command)
+    assert {"--host=127.0.0.1", "--prometheus-host=127.0.0.1"} <= set(process.command)
+
+
+def test_every_call_shows_the_key(locked):
+    url, seen = locked
+    with pytest.raises(EngineRequestError, match="401"):
+        call("GET", f"{url}/x", timeout_s=5)
+    assert call("GET", f"{url}/x", timeout_s=5, key=SECRET)["workers"] == []
+    assert not answers(f"{url}/x")
+    assert answers(f"{url}/x", key=SECRET)
+    with pytest.raises(EngineRequestError, match="401"):
+        ServerControl(url).flush_cache(wait_s=0)
+    control = ServerControl(url, key=SECRET)
+    control.flush_cache()
+    control.server_info()
+    control.destroy_weights_update_group("g")
+    assert load_of(url, 5).running is None
+    assert load_of(url, 5, SECRET).running == 0
+    with pytest.raises(Exception, match="asks for another key.*--sglang-api-key"):
+        inspect(url.removeprefix("http://"), "/model")
+    assert ("POST", "/destroy_weights_update_group", b'{"group_name": "g"}') in seen
+
+
+def test_a_router_is_told_the_key_of_the_servers(locked):
+    url, seen = locked
+    host, port = url.removeprefix("http://").split(":")
+    RunningRouter(host, int(port), key=SECRET).add_worker("http://10.0.0.1:1")
+    bodies = [json.loads(body) for method, path, body in seen if (method, path) == ("POST", "/workers")]
+    assert bodies == [{"url": "http://10.0.0.1:1", "api_key": SECRET}]
+
+
+def test_the_log_of_a_server_is_written_without_the_key():
+    """SGLang logs its whole configuration as a dictionary."""
+    from slimrl.sglang.flag_source import read_server_flags
+
+    assert any(declared.dest == access.OPTION for declared in read_server_flags())  # still of that name
+    assert SECRET not in f"server_args={ ({access.OPTION: access.Key(SECRET), 'log': Path('x')}) }"
+
+
+def test_a_reward_service_is_shown_its_key(locked):
+    url, _ = locked
+
+    async def ask(key: str | None) -> bytes:
+        service = RemoteReward(url, key=key)
+        try:
+            return await service.ask(b"{}")
+        finally:
+            await service._session.close()
+
+    with pytest.raises(RemoteRefused, match="401"):
+        asyncio.run(ask(None))
+    assert b"workers" in asyncio.run(ask(SECRET))
+
+
+def test_requests_for_tokens_show_the_key():
+    client = RouterClient("http://router", [], concurrency=1, request_timeout_s=1, key=SECRET)
+
+    async def headers() -> str | None:
+        async with client:
+            return client._session.headers.get("Authorization")
+
+    assert asyncio.run(headers()) == f"Bearer {SECRET}"

@@ -1,0 +1,155 @@
+"""Where releases of SGLang differ: what each is recognised by, and that the answers are right for all of them."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slimrl.sglang import compatibility, control
+from slimrl.sglang.compatibility import UnknownEngineError, admit_references, module_with, tells_versions_of_tokens
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.errors import EngineError, EngineRequestError
+from slimrl.weights.buckets import iter_buckets
+from slimrl.weights.shared_memory import HostSharedBuffer, serialize
+
+
+@pytest.mark.parametrize(
+    ("version", "tells"),
+    [("0.5.17", False), ("0.5.18", False), ("0.5.19", True), ("0.5.20.post1", True), ("0.10.0", True), ("main", True)],
+)
+def test_the_releases_that_say_which_weights_drew_a_token(version, tells):
+    assert tells_versions_of_tokens(version) is tells
+
+
+def test_a_name_is_found_in_the_place_of_its_release(monkeypatch):
+    older = types.ModuleType("older_engine")
+    older.wanted = "here"
+    newer = types.ModuleType("newer_engine")  # there, without the name
+    monkeypatch.setitem(sys.modules, "older_engine", older)
+    monkeypatch.setitem(sys.modules, "newer_engine", newer)
+    places = {"wanted": ("absent_engine", "newer_engine", "older_engine"), "unknown": ("newer_engine",)}
+    monkeypatch.setattr(compatibility, "PLACES", places)
+    assert module_with("wanted") is older
+    with pytest.raises(
+        UnknownEngineError, match=r"unknown in none of newer_engine: install a version of docs/versions"
+    ):
+        module_with("unknown")
+
+
+class ListedNames(pickle.Unpickler):
+    """An unpickler like that of SGLang 0.5.21 and later: a list of names, and nothing else."""
+
+    ALLOWED_GLOBALS = {("functools", "partial"), ("torch", "uint8"), ("types", "SimpleNamespace"), ("torch", "float32")}
+
+    def find_class(self, module, name):
+        if (module, name) not in self.ALLOWED_GLOBALS:
+            raise RuntimeError(f"Blocked unsafe global ({module}.{name})")
+        return super().find_class(module, name)
+
+
+@pytest.fixture
+def listed():
+    """A class of its own for each test: it is changed in place."""
+    return type("Listed", (ListedNames,), {"ALLOWED_GLOBALS": ListedNames.ALLOWED_GLOBALS})
+
+
+def loaded(unpickler: type, payload: bytes):
+    return unpickler(io.BytesIO(payload)).load()
+
+
+@pytest.fixture
+def one_rank_world(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_references_to_host_memory_pass_a_list_of_names(listed, one_rank_world, ranks):
+    buffer = HostSharedBuffer()
+    (bucket,) = iter_buckets(iter([("w", torch.full((4,), 3.0))]), 1024, buffer)
+    payload = base64.b64decode(serialize(bucket, [buffer.reference()] * ranks))
+    with pytest.raises(RuntimeError, match="Blocked unsafe global"):
+        loaded(listed, payload)
+    admit_references(listed)
+    flat = loaded(listed, payload)["flattened_tensor"]
+    assert flat[:16].view(torch.float32).tolist() == [3.0] * 4
+    buffer.close()
+
+
+def test_nothing_else_passes_with_them(listed):
+    admit_references(listed)
+    for blocked in (torch.from_numpy, functools.reduce, pickle.loads):
+        with pytest.raises(RuntimeError, match="may not ask|Blocked unsafe global"):
+            loaded(listed, pickle.dumps(blocked))
+    with pytest.raises(RuntimeError, match="may not ask for the attribute 'system'"):
+        loaded(listed, b"cbuiltins\ngetattr\n(V\nVsystem\ntR.")
+
+
+def test_an_unpickler_without_a_list_is_left_alone():
+    older = type("Older", (pickle.Unpickler,), {})
+    admit_references(older)
+    assert "find_class" not in vars(older)
+
+
+class Server:
+    """Answers `call` like a server of a release: with sessions of weight updates, or without."""
+
+    def __init__(self, *, sessions: bool, is_open: bool = False, version: str = "0.5.23") -> None:
+        self.sessions, self.is_open, self.version = sessions, is_open, version
+        self.calls: list[str] = []
+
+    def __call__(self, method, url, body=None, *, timeout_s, key):
+        path = url.removeprefix("http://server")
+        self.calls.append(path)
+        if path.endswith("_weight_update"):
+            if not self.sessions:
+                raise EngineRequestError(url, 404, "Not Found")
+            if (path == "/begin_weight_update") is self.is_open:
+                raise EngineRequestError(url, 400, "a weight-update session is already open")
+            self.is_open = not self.is_open
+        if path == "/server_info":
+            return {"version": self.version, "disable_radix_cache": True}
+        return {"paths": {}, "ranks": [{"parallelism_info": [{"tp_rank": 1}]}, {"parallelism_info": [{"tp_rank": 0}]}]}
+
+
+@pytest.fixture
+def speak_to(monkeypatch):
+    def connect(server: Server) -> ServerControl:
+        monkeypatch.setattr(control, "call", server)
+        return ServerControl("http://server")
+
+    return connect
+
+
+def test_an_update_after_one_that_failed_opens_a_session_of_its_own(speak_to):
+    server = Server(sessions=True, is_open=True)
+    speak_to(server).begin_weight_update()
+    assert server.is_open
+    assert server.calls[-3:] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_an_update_is_a_session_where_the_server_has_them(speak_to, sessions):
+    server = Server(sessions=sessions)
+    with speak_to(server).weight_update("1"):
+        assert server.is_open is sessions
+    assert not server.is_open
+
+
+def test_requests_are_not_retracted_where_their_tokens_would_be_counted_to_the_wrong_weights(speak_to):
+    with pytest.raises(EngineError, match="runs SGLang 0.5.18.*install sglang 0.5.19 or later"):
+        speak_to(Server(sessions=False, version="0.5.18")).begin_weight_update("retract")
+
+
+def test_checksums_are_of_the_model_where_its_drafts_are_told_apart(speak_to):
+    ranks = speak_to(Server(sessions=True)).weights_checksum()
+    assert [rank["parallelism_info"]["tp_rank"] for rank in ranks] == [0, 1]

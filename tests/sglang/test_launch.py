@@ -1,0 +1,144 @@
+"""How a server is started, row by row: its arguments and its environment on GPUs that are only described."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slimrl.platform.machine import Network
+from slimrl.sglang.flags import server_flags
+from slimrl.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
+
+CPU = ServerLaunch(cuda=False, memory_saver=True)
+GPU = ServerLaunch(cuda=True)
+COLOCATED = ServerLaunch(cuda=True, memory_saver=True, shares_gpus=True, gpus=(2, 3))
+SPLIT = ServerLaunch(cuda=True, nccl_cumem="0", gpus=(5,))
+NO_PREFILL_GRAPHS = {"cuda_graph_backend_prefill": "disabled"}
+KNOWN = {flag.dest for flag in server_flags().values()}
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "defaults"),
+    [
+        (CPU, {"speculative_algorithm": "EAGLE"}, {}),
+        (GPU, {}, NO_PREFILL_GRAPHS),
+        (GPU, {"cuda_graph_backend_prefill": "breakable"}, {}),
+        (GPU, {"cuda_graph_backend_decode": "breakable"}, NO_PREFILL_GRAPHS),
+        (GPU, {"disable_prefill_cuda_graph": True}, {}),
+        (GPU, {"disable_cuda_graph": True}, {}),
+        (GPU, {"cuda_graph_config": json.dumps({"prefill": {"backend": "full"}})}, {}),
+        (GPU, {"cuda_graph_config": json.dumps({"decode": {"max_bs": 64}})}, NO_PREFILL_GRAPHS),
+        (GPU, {"speculative_algorithm": "EAGLE"}, NO_PREFILL_GRAPHS),  # nothing is released
+        (COLOCATED, {}, NO_PREFILL_GRAPHS),
+        (
+            COLOCATED,
+            {"speculative_algorithm": "EAGLE"},
+            NO_PREFILL_GRAPHS | {"enable_draft_weights_cpu_backup": True},
+        ),
+        (COLOCATED, {"speculative_algorithm": "EAGLE", "enable_draft_weights_cpu_backup": True}, NO_PREFILL_GRAPHS),
+    ],
+)
+def test_a_server_is_given_these_options(launch: ServerLaunch, options: dict[str, Any], defaults: dict[str, Any]):
+    assert default_options(launch, options, KNOWN) == defaults
+    assert set(defaults) <= KNOWN  # of the installed server
+    assert default_options(launch, options, set()) == {}  # of a server that has none of them
+
+
+def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[str, str], ranks: int = 1) -> dict:
+    found = server_environment(launch, options, inherited, ranks=ranks, base_gpu_id=0)
+    assert found.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") == "0"
+    return found
+
+
+ON_TWO_GPUS = {"CUDA_VISIBLE_DEVICES": "2,3", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+GRAPHS_RELEASED = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "inherited", "variables"),
+    [
+        (CPU, {}, {}, {"OMP_NUM_THREADS": "1"}),
+        (GPU, {}, {}, {}),
+        (SPLIT, {}, {}, {"CUDA_VISIBLE_DEVICES": "5", "NCCL_CUMEM_ENABLE": "0"}),
+        (SPLIT, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {"CUDA_VISIBLE_DEVICES": "5"} | {
+            "NCCL_CUMEM_ENABLE": "0"}),
+        (COLOCATED, {}, {}, ON_TWO_GPUS | GRAPHS_RELEASED),
+        (COLOCATED, {"cuda_graph_backend_prefill": "breakable"}, {}, ON_TWO_GPUS),
+        (COLOCATED, {"cuda_graph_config": '{"decode": {"backend": "breakable"}}'}, {}, ON_TWO_GPUS),
+        (COLOCATED, {}, {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}, ON_TWO_GPUS),
+        (
+            COLOCATED,
+            {},
+            {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "true"},
+            {"CUDA_VISIBLE_DEVICES": "2,3"} | GRAPHS_RELEASED,
+        ),
+        (
+            COLOCATED,
+            {},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"},
+            ON_TWO_GPUS | GRAPHS_RELEASED | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_has_these_variables(
+    launch: ServerLaunch, options: dict[str, Any], inherited: dict[str, str], variables: dict[str, str]
+):
+    assert environment(launch, options, inherited) == variables
+
+
+def test_only_a_server_on_the_cpu_is_told_its_cores():
+    assert set(environment(CPU, {}, {}, ranks=2)) - set(environment(GPU, {}, {}, ranks=2)) == {
+        "OMP_NUM_THREADS",
+        "SGLANG_CPU_OMP_THREADS_BIND",
+    }
+    assert environment(CPU, {}, {}, ranks=2)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ("expandable_segments:True", ""),
+        (" expandable_segments : true , backend:native", " backend:native"),
+        ("roundup_power2_divisions:[256:1,512:2],expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
+    ],
+)
+def test_the_allocator_keeps_every_other_setting(settings: str, kept: str):
+    assert without_expandable_segments({"PYTORCH_ALLOC_CONF": settings}) == {"PYTORCH_ALLOC_CONF": kept}
+
+
+@pytest.mark.parametrize("settings", [None, "", "expandable_segments:False", "max_split_size_mb:64"])
+def test_allocator_settings_that_the_memory_saver_bears_stay(settings: str | None):
+    assert without_expandable_segments({} if settings is None else {"PYTORCH_CUDA_ALLOC_CONF": settings}) == {}
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize(
+    ("network", "inherited", "variables"),
+    [
+        (Network(), {}, {}),
+        (Network("10.0.0.1"), {}, {}),  # no interface of this machine has it
+        (
+            Network("10.0.0.1", "eth1"),
+            {},
+            {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "SGLANG_HOST_IP": "10.0.0.1"},
+        ),
+        (
+            Network("10.0.0.1", "eth1"),
+            {"GLOO_SOCKET_IFNAME": "bond0", "SGLANG_HOST_IP": "10.9.0.1"},
+            {"NCCL_SOCKET_IFNAME": "=eth1"},
+        ),
+        (  # SGLang reads both names
+            Network("10.0.0.1", "eth1"),
+            {"HOST_IP": "10.9.0.1", "NCCL_SOCKET_IFNAME": "^docker"},
+            {"GLOO_SOCKET_IFNAME": "eth1"},
+        ),
+    ],
+)
+def test_a_server_meets_others_where_ray_finds_its_node(
+    cuda: bool, network: Network, inherited: dict[str, str], variables: dict[str, str]
+):
+    found = environment(ServerLaunch(cuda=cuda, network=network), {}, inherited)
+    found.pop("OMP_NUM_THREADS", None)
+    assert found == variables

@@ -1,0 +1,187 @@
+"""A real SGLang server beside a real trainer on one device: weights, log-probabilities, memory.
+
+The device and all sizes are parameters: the same lines run on the CPU at toy size, where no memory leaves a device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.sglang.access import new_key
+from slimrl.sglang.calls import call
+from slimrl.sglang.control import ServerControl
+from slimrl.sglang.launch import ServerLaunch
+from slimrl.sglang.memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
+from slimrl.sglang.server import ServerProcess
+from slimrl.weights.families import family_for
+from slimrl.weights.roles import EngineEndpoint
+from slimrl.weights.shape import ModelShape
+from slimrl.weights.sync import ModelSource, PushReport, WeightUpdater
+from tools.gpu_check.checks_memory import free_bytes, timed
+from tools.gpu_check.checks_training import require_device
+from tools.gpu_check.models import RandomTrainer, arguments, hf_config, rollout_of, save_config, scheduled
+from tools.gpu_check.record import Record
+
+GB, GIB = 1e9, 2**30
+READY_S, ANSWER_S = 600.0, 300.0
+FLAGS = ("--lr", "1e-6", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", "--use-distributed-optimizer")
+OPTIONS = {"skip_tokenizer_init": True, "load_format": "dummy", "mem_fraction_static": 0.3, "max_running_requests": 16}
+RELEASED = 0.9  # of the weights' bytes; the rest may be small tensors outside the pool that can be released
+
+
+def server(
+    record: Record,
+    device: str,
+    model: str,
+    changes: Sequence[str],
+    bf16: bool,
+    samples: int = 16,
+    prompt_length: int = 64,
+    response_length: int = 128,
+) -> None:
+    """`model` (of scripts/models, with the flags `changes`) with random weights: the server's own, then training's."""
+    require_device(device)
+    args = arguments(model, *FLAGS, *(["--bf16"] if bf16 else []), *changes)
+    with tempfile.TemporaryDirectory() as folder:
+        free = free_bytes(device)
+        options = OPTIONS | {"dtype": "bfloat16" if bf16 else "float32"}
+        with Serving(save_config(args, Path(folder, "model")), Path(folder, "log"), options) as serving:
+            record.figure("ready after", serving.seconds, "s")
+            used = free - free_bytes(device)
+            trainer = RandomTrainer(args)
+            with Updates(trainer, serving) as updates:
+                push_figures(record, [updates.push(version) for version in ("1", "2")])
+                tokens, log_probs = sample(serving, args, samples, prompt_length, response_length)
+                difference_figures(record, trainer, tokens, prompt_length, log_probs)
+                memory_figures(record, serving, updates, device, used)
+            trainer.close()
+
+
+class Serving:
+    """A server while the block runs; `seconds` until it answered. Its last lines are printed where the block fails."""
+
+    def __init__(self, model: Path, log: Path, options: Mapping[str, Any]) -> None:
+        launch = ServerLaunch(cuda=torch.cuda.is_available(), memory_saver=True)
+        self.key = new_key()
+        self._server = ServerProcess(model, log_path=log, options=options, launch=launch, key=self.key)
+
+    def __enter__(self) -> Serving:
+        self._server.start()
+        try:
+            self.seconds, _ = timed("cpu", lambda: self._server.wait_ready(READY_S))
+        except BaseException:
+            self._server.stop()
+            raise
+        self.url = self._server.url
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if kind is not None:
+            print("the server's last lines:", self._server.last_log_lines(40), sep="\n", flush=True)
+        self._server.stop()
+
+
+class Updates:
+    """The trainer's weights into the server, from memory that both see."""
+
+    def __init__(self, trainer: RandomTrainer, serving: Serving) -> None:
+        self._trainer = trainer
+        source = ModelSource(ModelShape.from_args(trainer.args), family_for(hf_config(trainer.args)), trainer.parallel)
+        endpoint = EngineEndpoint(serving.url, [0], key=serving.key)
+        self._updater = WeightUpdater.colocated(source, [endpoint], timeout_s=ANSWER_S)
+
+    def __enter__(self) -> Updates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._updater.close()
+
+    def push(self, version: str) -> PushReport:
+        """Raises WeightSyncError where a tensor in the server has other bytes than the trainer's."""
+        return self._updater.push(self._trainer.stages, version=version, check_equal=True)
+
+
+def push_figures(record: Record, reports: Sequence[PushReport]) -> None:
+    """Of the first push, and of the later one, whose memory and connections are there already."""
+    for name, report in zip(("first update", "later update"), reports, strict=True):
+        seconds = report.seconds - report.check_seconds
+        record.figure(name, seconds, "s")
+    record.figure("later update, speed", reports[-1].bytes / seconds / GB, "GB/s")
+    record.figure("attempts of an update", max(report.attempts for report in reports), at_most=1)
+
+
+def sample(
+    serving: Serving, args: Arguments, samples: int, prompt_length: int, response_length: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """(tokens of prompt and response, log-probabilities of the response) of random prompts, drawn at temperature 1."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, args.vocab_size, (samples, prompt_length), generator=generator).tolist()
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"max_new_tokens": response_length, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answers = call("POST", f"{serving.url}/generate", body, timeout_s=ANSWER_S, key=serving.key)
+    tokens = [prompt + answer["output_ids"] for prompt, answer in zip(prompts, answers, strict=True)]
+    scored = [[entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+    return tokens, scored
+
+
+def greedy(serving: Serving, args: Arguments) -> list[int]:
+    """The most likely continuation of a fixed prompt."""
+    prompt = [(7 * number) % args.vocab_size for number in range(1, 17)]
+    sampling = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    return call("POST", f"{serving.url}/generate", body, timeout_s=ANSWER_S, key=serving.key)["output_ids"]
+
+
+def difference_figures(
+    record: Record, trainer: RandomTrainer, tokens: list[list[int]], prompt_length: int, log_probs: list[list[float]]
+) -> None:
+    """|train - rollout| log-probability over all tokens, as training reports it; the bound is that of --ci-test."""
+    rollout = scheduled(trainer.args, rollout_of(tokens, prompt_length, log_probs))
+    (metrics,) = trainer.train(0, rollout)
+    bound = trainer.args.ci_train_rollout_logprob_abs_diff_threshold
+    record.figure("log-probability difference, mean", metrics["train_rollout_logprob_abs_diff_mean"], at_most=bound)
+    record.figure("log-probability difference, largest", metrics["train_rollout_logprob_abs_diff_max"])
+    record.figure("log-probability, mean", float(rollout.rollout_log_probs.mean()))
+    record.figure("tokens compared", rollout.rollout_log_probs.numel())
+
+
+def memory_figures(record: Record, serving: Serving, updates: Updates, device: str, used: int) -> None:
+    """What leaves the device when the server is told to release it, tag by tag, and how it wakes with new weights.
+
+    The weights are pushed again before the greedy answers are compared: training has moved them meanwhile.
+    """
+    control = ServerControl(serving.url, timeout_s=ANSWER_S, key=serving.key)
+    first = updates.push("3")
+    before = greedy(serving, updates._trainer.args)
+    control.flush_cache()
+    released = {}
+    for tag in (KV_CACHE, WEIGHTS, CUDA_GRAPHS):
+        free = free_bytes(device)
+        control.release_memory([tag])
+        released[tag] = free_bytes(device) - free
+    if device == "cuda":
+        least = RELEASED * first.bytes / GIB
+        record.figure("the server took", used / GIB, "GiB")
+        record.figure("released: KV cache", released[KV_CACHE] / GIB, "GiB")
+        record.figure("released: weights", released[WEIGHTS] / GIB, "GiB", at_least=least)
+        record.figure("released: CUDA graphs", released[CUDA_GRAPHS] / GIB, "GiB")
+        record.figure("the server keeps", (used - sum(released.values())) / GIB, "GiB")
+    seconds, _ = timed(device, lambda: control.resume_memory([WEIGHTS]))
+    again = updates.push("4")
+    rest, _ = timed(device, lambda: control.resume_memory([KV_CACHE, CUDA_GRAPHS]))
+    record.figure("wake: memory of the weights", seconds, "s")
+    record.figure("wake: update", again.seconds - again.check_seconds, "s")
+    record.figure("wake: KV cache and graphs", rest, "s")
+    same = greedy(serving, updates._trainer.args) == before
+    record.figure("same greedy tokens afterwards", same)
+    record.require(same, "with the same weights the server answers differently after it slept")
