@@ -56,7 +56,7 @@ def packed(samples: Sequence[Tensor], cap: int, device: torch.device) -> list[tu
     micro_batches = []
     for group in bins.pack(lengths, costs, cap, 1)[0]:
         chosen = [samples[i] for i in group]
-        sequences = packed_sequences(torch.tensor([sample.numel() for sample in chosen]), 1, device)
+        sequences = packed_sequences(torch.tensor([sample.numel() for sample in chosen]), 1, device, rank=0)
         tokens = torch.cat(chosen).unsqueeze(0)
         micro_batches.append((tokens, torch.ones_like(tokens), sequences))
     return micro_batches

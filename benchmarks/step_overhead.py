@@ -114,7 +114,8 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     """Milliseconds of every round, by the way of calling."""
     import ray
 
-    from slimrl.cluster.session import ray_session, worker_environment
+    from slimrl.cluster.launch import Launch
+    from slimrl.cluster.session import ray_session
     from slimrl.cluster.slots import Slots, plan_slots
     from slimrl.cluster.supervise import Supervisor
     from slimrl.cluster.train_group import TrainGroup
@@ -128,7 +129,7 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     times: dict[str, list[float]] = {name: [] for name in ("directly", "pickle and object store", "through Ray")}
     with ray_session(plan.total):
         slots = Slots(plan)
-        group = TrainGroup(args, slots, Supervisor(Patience(120.0, None)), worker_environment({}))
+        group = TrainGroup(args, slots, Supervisor(Patience(120.0, None)), Launch.of_run(args))
         group.initialize()
         for step in range(rounds):
             times["directly"].append(milliseconds(lambda step=step: direct.train(step, share)))

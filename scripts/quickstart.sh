@@ -5,24 +5,26 @@
 #
 # Makes a tiny Qwen3 and an addition task, converts it for Megatron, starts Ray, submits train.py as a Ray job, converts
 # the trained model back to Hugging Face and shows what was learnt. Everything lies in runs/quickstart afterwards.
+# Flags are checked before anything is made; with --dry-run among those of train.py only the plan of the run is printed.
 #   --seed N         of the model, the data and the run (default 0)
 #   --split          training and generation on slots of their own, instead of taking turns on the same ones
 #   --async          as --split, and the next rollout is generated while this one is trained on
-#   --run-name NAME  write to runs/NAME (default quickstart); what an earlier quickstart left there is replaced
+#   --run-name NAME  write to runs/NAME (default quickstart); where that is there already, to runs/NAME_attempt_N
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/lib/say.sh
 source scripts/lib/environment.sh
+source scripts/lib/flags.sh
 source scripts/lib/ray.sh
 
 SEED=0
-RUN_NAME=quickstart
+WANTED_NAME=quickstart
 PLACEMENT=colocated
 need_value() { (($# > 1)) || fail 2 "$1 needs a value; see --help"; }
 while (($#)); do
    case $1 in
       --seed) need_value "$@" && SEED=$2 && shift 2 ;;
-      --run-name) need_value "$@" && RUN_NAME=$2 && shift 2 ;;
+      --run-name) need_value "$@" && WANTED_NAME=$2 && shift 2 ;;
       --split) PLACEMENT='split' && shift ;;
       --async) PLACEMENT=async && shift ;;
       --) shift && break ;;
@@ -31,40 +33,28 @@ while (($#)); do
    esac
 done
 [[ $SEED =~ ^[0-9]+$ ]] || fail 2 "--seed $SEED is not a whole number"
-[[ $RUN_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $RUN_NAME is no plain folder name"
-RUN=$PWD/runs/$RUN_NAME
-if [[ -n $(find "$RUN" -mindepth 1 -print -quit 2>/dev/null) && ! -d $RUN/tiny ]]; then
-   fail 2 "runs/$RUN_NAME holds something else than a quickstart, which would be lost; choose another --run-name"
-fi
+[[ $WANTED_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $WANTED_NAME is no plain folder name"
 
-prepare_environment
 # The tiny model is for the CPU, also where there is a GPU. One thread per process: there are more processes than cores.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # On this machine alone, also where a job of several pods runs it.
-unset WORLD_SIZE RANK
+unset WORLD_SIZE RANK RAY_ADDRESS
 
+RUN_NAME=$(free_name runs "$WANTED_NAME")
+RUN=$PWD/runs/$RUN_NAME
 TINY=$RUN/tiny
-mkdir -p runs
-exec 8>"runs/.$RUN_NAME.lock"
-if command -v flock >/dev/null && ! flock -n 8; then
-   fail 1 "another quickstart is running in $RUN; wait for it, or choose another --run-name"
+REFERENCE=$RUN/torch_dist
+if flags_have --dry-run "$@"; then
+   # A plan needs the model's files, but neither what it has learnt nor its weights in Megatron's format.
+   TINY=$(mktemp -d)/tiny
+   REFERENCE=$TINY/model
+   trap 'rm -rf -- "${TINY%/tiny}"' EXIT
 fi
-rm -rf -- "$RUN"
-mkdir -p "$RUN"
-
-say "making a tiny model and its task"
-python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED"
-# shellcheck source=/dev/null
-source "$TINY/model_args.sh"
-
-say "converting Hugging Face -> torch_dist"
-python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \
-   --hf-checkpoint "$TINY/model" \
-   --save "$RUN/torch_dist"
+source scripts/lib/tiny/model_args.sh
 
 CKPT_ARGS=(
    --hf-checkpoint "$TINY/model"
-   --ref-load "$RUN/torch_dist"
+   --ref-load "$REFERENCE"
    --load "$RUN/checkpoints"
    --save "$RUN/checkpoints"
    --save-interval 15
@@ -131,6 +121,8 @@ MISC_ARGS=(
    --run-name "$RUN_NAME"
    --use-tensorboard
    --check-weight-update-equal
+   --save-debug-rollout-data "{run_dir}/rollouts/{rollout_id}.jsonl"
+   --save-debug-rollout-limit 10
 )
 
 # A slot is a GPU on a GPU machine; here Ray is told to have that many.
@@ -143,24 +135,47 @@ case $PLACEMENT in
    split) SLOTS=4 ;;
    async) SLOTS=4 && ENTRY=train_async.py ;;
 esac
+RUN_ARGS=(
+   "${CKPT_ARGS[@]}"
+   "${ROLLOUT_ARGS[@]}"
+   "${EVAL_ARGS[@]}"
+   "${PERF_ARGS[@]}"
+   "${GRPO_ARGS[@]}"
+   "${OPTIMIZER_ARGS[@]}"
+   "${SGLANG_ARGS[@]}"
+   "${MISC_ARGS[@]}"
+   "$@"
+)
+
+PYTHON_FOR_CHECK=$(python_at_hand)
+flags_check "$PYTHON_FOR_CHECK" "$ENTRY" "${TINY%/tiny}" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}"
+prepare_environment
+if flags_have --dry-run "$@"; then
+   say "making a tiny model of the same sizes for the plan"
+   python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED" --warm-start-steps 0 >/dev/null
+   flags_plan "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}"
+fi
+
+mkdir -p runs
+mkdir -- "$RUN" 2>/dev/null || fail 1 "another script has just made $RUN; run the same command again"
+if [[ $RUN_NAME != "$WANTED_NAME" ]]; then
+   say "runs/$WANTED_NAME is there already and is kept; this run writes to runs/$RUN_NAME"
+fi
+
+say "making a tiny model and its task"
+python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED"
+# shellcheck source=/dev/null
+source "$TINY/model_args.sh"
+
+say "converting Hugging Face -> torch_dist"
+python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TINY/model" --save "$REFERENCE"
 
 say "starting Ray with $SLOTS slots"
-unset RAY_ADDRESS
 ray_begin --num-gpus "$SLOTS" --object-store-memory 200000000
 
 say "training: $ENTRY, $PLACEMENT"
-ray_job env CUDA_VISIBLE_DEVICES='' python3 "$ENTRY" \
-   "${PLACEMENT_ARGS[@]}" \
-   "${MODEL_ARGS[@]}" \
-   "${CKPT_ARGS[@]}" \
-   "${ROLLOUT_ARGS[@]}" \
-   "${EVAL_ARGS[@]}" \
-   "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" \
-   "${OPTIMIZER_ARGS[@]}" \
-   "${SGLANG_ARGS[@]}" \
-   "${MISC_ARGS[@]}" \
-   "$@" || fail 1 "the training job failed; its output stands above, each process's log in $RUN/logs"
+ray_job env CUDA_VISIBLE_DEVICES='' python3 "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}" ||
+   fail $? "the training job failed; its output stands above, each process's log in runs/$RUN_NAME/logs"
 
 say "converting torch_dist -> Hugging Face"
 ITERATION=$(<"$RUN/checkpoints/latest_checkpointed_iteration.txt")
@@ -170,5 +185,4 @@ python tools/convert_torch_dist_to_hf.py \
    --origin-hf-dir "$TINY/model"
 
 say "done"
-python -m slimrl.observability.report "$RUN/summary.json" --png "$RUN/reward.png"
-printf 'the trained model is in %s\n' "${RUN#"$PWD"/}/hf"
+python -m slimrl.observability.report "$RUN/summary.json" --png "$RUN/reward.png" --model "$RUN/hf"

@@ -3,9 +3,10 @@
 #
 #    bash scripts/run-glm5-744B-A40B.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
+# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
 # slimrl refuses this model for now; scripts/models/glm5-744B-A40B.sh says why.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: not run (refused: no table of weights for sparse attention).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -3,9 +3,10 @@
 #
 #    bash scripts/run-kimi-k2-Thinking.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
+# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
 # The published weights are int4: the folder Kimi-K2-Thinking-bf16 holds them unpacked.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: checked against published configs (kimi-k2-thinking.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -3,9 +3,10 @@
 #
 #    bash scripts/run-minimax-m2.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 16 nodes, with WORLD_SIZE=16, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
+# Run it on each of the 16 nodes, with WORLD_SIZE=16, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
 # slimrl refuses this model for now; scripts/models/minimax-m2.sh says why.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: not run (refused: queries and keys are normalised over all heads together).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

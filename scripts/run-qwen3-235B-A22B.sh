@@ -3,8 +3,9 @@
 #
 #    bash scripts/run-qwen3-235B-A22B.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 16 nodes, with WORLD_SIZE=16, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
+# Run it on each of the 16 nodes, with WORLD_SIZE=16, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: checked against published configs (qwen3-235B-A22B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -5,6 +5,7 @@
 #
 # HIP_VISIBLE_DEVICES chooses the GPUs: Ray is told to leave it alone. Not yet tried on such a machine.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: checked against published configs (qwen3-4B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -3,9 +3,10 @@
 #
 #    bash scripts/run-qwen3.5-27B.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 4 nodes, with WORLD_SIZE=4, RANK and MASTER_ADDR set (scripts/lib/ray.sh says how).
+# Run it on each of the 4 nodes, with WORLD_SIZE=4, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
 # slimrl refuses this model for now; scripts/models/qwen3.5-27B.sh says why.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: not run (refused: no table of weights for linear attention).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -5,6 +5,7 @@
 #
 # slimrl refuses this model for now; scripts/models/qwen3.5-35B-A3B.sh says why.
 # docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Proven: not run (refused: no table of weights for linear attention).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -9,4 +9,4 @@ source scripts/lib/say.sh
 source scripts/lib/environment.sh
 
 prepare_environment
-say "ready: source $VENV/bin/activate"
+say "ready: source $VENV/bin/activate, then for example: bash scripts/quickstart.sh"

@@ -71,11 +71,34 @@ lock_of_venv() {
    printf 'requirements/cpu-py%s.lock' "$version"
 }
 
-# Prints what $VENV/installed holds once all is installed: the lock $1, the packages asked for, and this checkout.
-stamp() { printf '%s %s %s' "$1" "$(cat setup.py "$1" | sha256sum | cut -d' ' -f1)" "$(pwd -P)"; }
+# Prints an interpreter that can read flags: that of the environment, or where there is none yet another suitable one.
+python_at_hand() {
+   local venv=${VENV:-.venv}
+   if "$venv/bin/python" -c '' 2>/dev/null; then printf '%s\n' "$venv/bin/python"; else find_python; fi
+}
+
+# Takes this checkout into an environment that a script of another one made, and says so; false where its packages are
+# not those of lock $1, or where it is nobody else's.
+take_over() {
+   local lock=$1 made_by='' owner=''
+   if [[ -f $VENV/installed ]]; then
+      made_by=$(<"$VENV/installed")
+      read -r _ _ owner <<<"$made_by"
+   fi
+   [[ -n $owner && $owner != "$(pwd -P)" ]] || return 1
+   say "$VENV was made by the checkout $owner and from now on has the slimrl of this one, $(pwd -P);" \
+      "for an environment of its own: VENV=/other/folder bash $0"
+   [[ $made_by == "$(stamp "$lock" "$owner")" ]] || return 1
+   rm -f -- "$VENV/installed"
+   pip_install --no-deps --no-build-isolation -e .
+}
+
+# Prints what $VENV/installed holds once all is installed: the lock $1, the packages asked for, and folder $2 of
+# the checkout.
+stamp() { printf '%s %s %s' "$1" "$(cat setup.py "$1" | sha256sum | cut -d' ' -f1)" "$2"; }
 
 venv_is_ready() {
-   venv_works && [[ -f $VENV/installed && $(<"$VENV/installed") == "$(stamp "$(lock_of_venv)" 2>/dev/null)" ]]
+   venv_works && [[ -f $VENV/installed && $(<"$VENV/installed") == "$(stamp "$(lock_of_venv)" "$(pwd -P)" 2>/dev/null)" ]]
 }
 
 # Makes $VENV, or makes it anew where it does not work; touches no folder that holds anything else.
@@ -112,10 +135,12 @@ prepare_environment() {
       [[ -f $lock ]] ||
          fail 1 "$VENV has $("$VENV/bin/python" --version), but 3.11 or 3.12 is needed; remove it or set VENV"
       if ! venv_is_ready; then
-         rm -f -- "$VENV/installed"
-         install_packages "$lock"
-         stamp "$lock" >"$VENV/installed"
-         say "installed"
+         if ! take_over "$lock"; then
+            rm -f -- "$VENV/installed"
+            install_packages "$lock"
+            say "installed"
+         fi
+         stamp "$lock" "$(pwd -P)" >"$VENV/installed"
       fi
       exec 9>&-
    fi

@@ -3,7 +3,7 @@
 #
 #    source scripts/lib/ray.sh
 #    ray_begin --num-gpus 8 [more flags of `ray start`]
-#    ray_job python3 train.py "${MODEL_ARGS[@]}" ...      # non-zero where the job failed
+#    ray_job python3 train.py "${MODEL_ARGS[@]}" ...      # ends with the exit code of the command
 #
 # ray_begin sets the traps that end the cluster on any exit, error, TERM, HUP or Ctrl-C. Where RAY_ADDRESS is set, the
 # cluster there is used and left as it is, but for the job that was submitted to it, which is stopped. Needs say.sh and a python3 with Ray in the PATH.
@@ -11,12 +11,14 @@
 # Several nodes: run the same script on each of them, with WORLD_SIZE (how many nodes), RANK (0 on the head) and
 # MASTER_ADDR (the head, as the others know it), as jobs of pods set them. The head goes on once all nodes are here;
 # on the others ray_begin joins the head, waits for its end and ends the script. Where the nodes do not come together
-# within RAY_JOIN_TIMEOUT_S (600), each says so and fails. RAY_PORT (6379) is where the head listens; a RAY_AUTH_TOKEN,
-# the same on every node, keeps strangers out.
+# within RAY_JOIN_TIMEOUT_S (600), each says so and fails. RAY_PORT (6379) is where the head listens. Every node needs the
+# same RAY_AUTH_TOKEN, or a RAY_AUTH_TOKEN_PATH to a file with it: it keeps strangers out.
 
 RAY_NODE_PID=
 RAY_JOB_ID=
 RAY_SUBMIT_PID=
+RAY_FOLDER=
+RAY_LIB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
 ray_begin() {
    # Talking to our own head must not take the way through a proxy meant for the internet.
@@ -42,23 +44,21 @@ ray_begin() {
       role=(--nodes "$nodes" --master "$MASTER_ADDR" --port "$port" --timeout-s "$limit")
    fi
 
-   local folder here
-   here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
    # Under /tmp whatever TMPDIR says: the path of a socket inside may not be longer than 107 characters.
-   folder=$(mktemp -d "/tmp/slimrl-ray-$$-XXXX")
-   python3 "$here/ray_node.py" --folder "$folder" "${role[@]}" "$@" &
+   RAY_FOLDER=$(mktemp -d "/tmp/slimrl-ray-$$-XXXX")
+   python3 "$RAY_LIB/ray_node.py" --folder "$RAY_FOLDER" "${role[@]}" "$@" &
    RAY_NODE_PID=$!
    if ((rank > 0)); then
       wait "$RAY_NODE_PID" || fail 1 "node $rank of $nodes gave up; its message stands above"
       exit 0
    fi
-   until [[ -f $folder/address ]]; do
+   until [[ -f $RAY_FOLDER/address ]]; do
       if ! kill -0 "$RAY_NODE_PID" 2>/dev/null; then
          wait "$RAY_NODE_PID" || fail 1 "Ray did not start; its message stands above"
       fi
       sleep 0.2
    done
-   RAY_ADDRESS=$(<"$folder/address")
+   RAY_ADDRESS=$(<"$RAY_FOLDER/address")
    export RAY_ADDRESS
    local host=${RAY_ADDRESS#http://}
    export no_proxy="$no_proxy,${host%:*}"
@@ -79,27 +79,37 @@ ray_check_nodes() {
    fi
 }
 
-# A cluster of one node has a token of its own; left to itself Ray would write one into the home folder.
+# A cluster of one node has a token of its own; left to itself Ray would write one into the home folder. Several nodes
+# need one that is given to all of them: without it whoever reaches their ports runs commands as this user.
 ray_choose_token() {
-   if (($1 > 1)) && [[ -z ${RAY_AUTH_TOKEN:-} ]]; then
-      export RAY_AUTH_MODE=disabled
-      say "whoever reaches the nodes can use this cluster; to prevent it, set the same RAY_AUTH_TOKEN on all of them"
-      return
-   fi
-   export RAY_AUTH_MODE=token
+   local file=${RAY_AUTH_TOKEN_PATH:-}
    if (($1 == 1)); then
       RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
+   elif [[ -z ${RAY_AUTH_TOKEN:-} && -n $file ]]; then
+      [[ -r $file ]] || fail 2 "RAY_AUTH_TOKEN_PATH=$file cannot be read; it must lie where every node sees it"
+      RAY_AUTH_TOKEN=$(<"$file")
    fi
-   export RAY_AUTH_TOKEN
+   if [[ -z ${RAY_AUTH_TOKEN:-} ]]; then
+      fail 2 "several nodes need a token, or whoever reaches their ports runs commands as you. Make one in a folder that" \
+         "all nodes see: (umask 077; head -c 32 /dev/urandom | sha256sum | cut -d ' ' -f 1 > TOKEN_FILE)" \
+         "and set RAY_AUTH_TOKEN_PATH=TOKEN_FILE on every node (or RAY_AUTH_TOKEN to the same text)"
+   fi
+   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 }
 
-# Runs a command as a Ray job and shows its output; returns non-zero where the job failed.
+# Runs a command as a Ray job and shows its output; returns its exit code. Secrets among its flags are in no command
+# line and in no log of a cluster of this script's own: the job, on this machine, reads them from a file.
 ray_job() {
-   local code=0
+   local code=0 words=("$@")
+   if [[ -n $RAY_FOLDER ]]; then
+      mapfile -d '' -t words < <(printf '%s\0' "$@" | python3 "$RAY_LIB/job_words.py" "$RAY_FOLDER")
+      ((${#words[@]})) || fail 1 "the job's command could not be prepared; see above"
+   fi
    RAY_JOB_ID="slimrl-$$-$SECONDS"
    # In the background, because bash runs a trap only between two foreground commands. Unbuffered, so that a file or a
    # pipe sees each line when a terminal would.
-   PYTHONUNBUFFERED=1 ray job submit --log-color=false --address "$RAY_ADDRESS" --submission-id "$RAY_JOB_ID" -- "$@" &
+   PYTHONUNBUFFERED=1 python3 "$RAY_LIB/ray_job.py" --address "$RAY_ADDRESS" --submission-id "$RAY_JOB_ID" -- \
+      "${words[@]}" &
    RAY_SUBMIT_PID=$!
    wait "$RAY_SUBMIT_PID" || code=$?
    RAY_JOB_ID=

@@ -13,12 +13,10 @@ import ctypes
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -27,11 +25,18 @@ from pathlib import Path
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from slimrl.cluster.ray_environment import ON_LOOPBACK
+from slimrl.processes import leftovers
+from slimrl.processes.private_folder import kernel_cache
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 READY_TIMEOUT_S = 120
 START_ATTEMPTS = 3
 PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # what Ray says where it could not listen
 POLITE_STOP_S = 10
+# Ray opens the folder that it is given to everybody: it gets one inside of ours. Short, as sockets lie in it.
+RAY_FOLDER = "r"
 # A head that cannot be reached for so long is gone: it answers from a thread of its own also when it is busy.
 HEAD_GONE_S = 10
 # Of the job that brings the nodes up, not of the processes that Ray starts.
@@ -95,20 +100,22 @@ def own_every_descendant() -> None:
     os.setsid()
 
 
-def ray_start(folder: Path, flags: list[str]) -> subprocess.Popen:
-    """``ray start --block`` on free ports, with what it writes in ``<folder>/ray.log``."""
+def ray_start(folder: Path, flags: list[str], owner: leftovers.Owner, alone: bool = False) -> subprocess.Popen:
+    """``ray start --block`` on free ports, with what it writes in ``<folder>/ray.log``; it owns the folder too.
+
+    `alone`: no other node joins it.
+    """
     agent, agent_grpc = free_ports(2)
     command = [
         str(Path(sys.executable).with_name("ray")),
-        *("start", "--block", "--disable-usage-stats", "--log-color=false", f"--temp-dir={folder}"),
+        *("start", "--block", "--disable-usage-stats", "--log-color=false", f"--temp-dir={folder / RAY_FOLDER}"),
         *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
         *("--min-worker-port=0", "--max-worker-port=0"),
         *flags,
     ]
-    # By number: in a container the user may have no name.
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled),  # worth keeping, unlike what else is written into TMPDIR
+        **kernel_cache(os.environ),  # worth keeping, unlike what else is written into TMPDIR
+        **(ON_LOOPBACK if alone and "--node-ip-address=127.0.0.1" in flags else {}),
         **{name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
         "TMPDIR": str(folder),
     }
@@ -117,7 +124,12 @@ def ray_start(folder: Path, flags: list[str]) -> subprocess.Popen:
         del environment["CUDA_VISIBLE_DEVICES"]
     with open(folder / "ray.log", "w") as log:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=(owner.fileno(),),
         )
 
 
@@ -227,9 +239,10 @@ def stop_everything(ray: subprocess.Popen) -> None:
 class Node:
     """The Ray processes of this node, for as long as it is part of the cluster."""
 
-    def __init__(self, args: argparse.Namespace, extra: list[str]) -> None:
+    def __init__(self, args: argparse.Namespace, extra: list[str], owner: leftovers.Owner) -> None:
         self.args = args
         self.extra = extra
+        self.owner = owner
         self.ray: subprocess.Popen | None = None
 
     def be_head(self) -> None:
@@ -255,7 +268,7 @@ class Node:
                 raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node")
             flags = ["--head", "--include-dashboard=true", f"--node-ip-address={host}", f"--port={port}"]
             flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-            self.ray = ray_start(self.args.folder, [*flags, *self.extra])
+            self.ray = ray_start(self.args.folder, [*flags, *self.extra], self.owner, self.args.nodes == 1)
             address = f"http://{host}:{dashboard}"
             try:
                 wait_until_ready(self.ray, address)
@@ -282,7 +295,7 @@ class Node:
         deadline = time.monotonic() + args.timeout_s
         while time.monotonic() < deadline:
             if reachable(head):
-                self.ray = ray_start(args.folder, flags)
+                self.ray = ray_start(args.folder, flags, self.owner)
                 while self.ray.poll() is None and time.monotonic() < deadline:
                     if "Ray runtime started" in self.log():
                         return
@@ -308,7 +321,9 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    node = Node(args, extra)
+    leftovers.sweep(args.folder.parent)
+    owner = leftovers.own(args.folder)
+    node = Node(args, extra, owner)
     try:
         own_every_descendant()
         node.be_worker() if args.join else node.be_head()
@@ -327,7 +342,8 @@ def main(argv: list[str]) -> int:
             signal.signal(number, signal.SIG_IGN)
         if node.ray is not None:
             stop_everything(node.ray)
-        shutil.rmtree(args.folder, ignore_errors=True)
+        leftovers.remove(args.folder)
+        owner.release()
 
 
 if __name__ == "__main__":

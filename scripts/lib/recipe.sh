@@ -8,12 +8,14 @@
 #    recipe_run train.py
 #
 # Models and data are looked for, and checkpoints written, under BASE (default /root). Arguments of a recipe go to
-# train.py behind its arrays and win over them. `--tiny` as the first one runs the recipe on this machine's CPU: a toy
-# of the model's family, made on the spot, learns additions for two rollouts with the recipe's model flags (other
-# sizes), algorithm and optimizer.
+# train.py behind its arrays and win over them; they are checked before anything is made or started. `--tiny` as the
+# first one runs the recipe on this machine's CPU: a toy of the model's family, made on the spot, learns additions for
+# two rollouts with the recipe's model flags (other sizes), algorithm and optimizer. With `--dry-run` the plan is
+# printed, and nothing started. Rollouts are recorded, the newest ten, in the folder of the run.
 
 LIB_DIR=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 source "$LIB_DIR/say.sh"
+source "$LIB_DIR/flags.sh"
 source "$LIB_DIR/ray.sh"
 
 GPUS_PER_NODE=8
@@ -24,6 +26,8 @@ MISC_ARGS=(
    --accumulate-allreduce-grads-in-fp32
    --attention-softmax-in-fp32
    --use-tensorboard
+   --save-debug-rollout-data "{run_dir}/rollouts/{rollout_id}.jsonl"
+   --save-debug-rollout-limit 10
 )
 PLACEMENT_ARGS=()
 CKPT_ARGS=()
@@ -50,67 +54,121 @@ recipe_model() {
 
 # recipe_run ENTRY: runs ENTRY as a Ray job with the recipe's arrays.
 recipe_run() {
-   local entry=$1 slots=$GPUS_PER_NODE prefix=()
+   local entry=$1 slots=$GPUS_PER_NODE later='' prefix=()
+   if [[ $TINY == yes && $FAMILY == none ]]; then
+      fail 2 "--tiny: $RECIPE is for a model that this version refuses, so there is no toy of it"
+   fi
+   recipe_environment
    if [[ $TINY == yes ]]; then
       # On this machine alone, also where a job of several pods runs it.
       unset RAY_ADDRESS WORLD_SIZE RANK
       recipe_tiny
+      later=$RUN_DIR
       slots=4
       prefix=(env "CUDA_VISIBLE_DEVICES=")
+   elif [[ -n ${RAY_ADDRESS:-} || ${RANK:-0} != 0 ]]; then
+      later=/ # what paths lead to is on the machine that the job runs on
    fi
-   ray_begin --num-gpus "$slots" ${TINY:+--object-store-memory 200000000}
-   ray_job "${prefix[@]}" python3 "$entry" \
-      "${PLACEMENT_ARGS[@]}" \
-      "${MODEL_ARGS[@]}" \
-      "${CKPT_ARGS[@]}" \
-      "${ROLLOUT_ARGS[@]}" \
-      "${EVAL_ARGS[@]}" \
-      "${PERF_ARGS[@]}" \
-      "${GRPO_ARGS[@]}" \
-      "${OPTIMIZER_ARGS[@]}" \
-      "${SGLANG_ARGS[@]}" \
-      "${MISC_ARGS[@]}" \
+   local flags=(
+      "${PLACEMENT_ARGS[@]}"
+      "${MODEL_ARGS[@]}"
+      "${CKPT_ARGS[@]}"
+      "${ROLLOUT_ARGS[@]}"
+      "${EVAL_ARGS[@]}"
+      "${PERF_ARGS[@]}"
+      "${GRPO_ARGS[@]}"
+      "${OPTIMIZER_ARGS[@]}"
+      "${SGLANG_ARGS[@]}"
+      "${MISC_ARGS[@]}"
       "${EXTRA_ARGS[@]}"
+   )
+   flags_check python3 "$entry" "$later" "${flags[@]}"
+   if [[ $TINY == yes ]]; then recipe_make_toy; fi
+   if flags_have --dry-run "${EXTRA_ARGS[@]}"; then flags_plan "$entry" "${flags[@]}"; fi
+   ray_begin --num-gpus "$slots" ${TINY:+--object-store-memory 200000000}
+   ray_job "${prefix[@]}" python3 "$entry" "${flags[@]}" ||
+      fail $? "the training job failed; its output stands above"
 }
 
-# Puts a toy of the family in place of the model, and two short rollouts in place of the recipe's.
+# fail, unless the python3 of the PATH has what a run needs; says where its slimrl is not that of this checkout.
+recipe_environment() {
+   local found look='
+import importlib.util as look
+print("ray" if look.find_spec("ray") else "", getattr(look.find_spec("slimrl"), "origin", None) or "", sep="|")'
+   found=$(cd / && python3 -c "$look" 2>/dev/null) || found='|'
+   if [[ $found != ray\|* ]]; then
+      fail 1 "$(command -v python3 || echo python3) has no Ray: run bash scripts/setup.sh once to make the environment" \
+         "(with GPUs see docs/install.md), then source .venv/bin/activate in each terminal"
+   fi
+   found=${found#ray|}
+   if [[ -n $found && $found != "$(pwd -P)/slimrl/__init__.py" ]]; then
+      say "the environment has the slimrl of another checkout, ${found%/slimrl/__init__.py}; this run takes that of" \
+         "$PWD (bash scripts/setup.sh installs it)"
+      export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+   fi
+}
+
+# Puts a toy of the family in place of the model, and two short rollouts in place of the recipe's. RUN_DIR is the folder
+# that recipe_make_toy makes then.
 recipe_tiny() {
-   local run="$PWD/runs/$RECIPE-tiny" toy options=()
-   [[ $FAMILY != none ]] || fail 2 "--tiny: $RECIPE is for a model that this version refuses, so there is no toy of it"
-   toy=$run/toy
+   local name
    # One thread per process: there are more processes than cores.
    export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-   rm -rf -- "$run"
-   mkdir -p "$run"
-   if [[ " ${MODEL_ARGS[*]} " == *' --untie-embeddings-and-output-weights '* ]]; then options+=(--untie); fi
-   say "making a toy of the family $FAMILY in ${run#"$PWD"/}"
-   python3 tools/make_tiny_model.py --family "$FAMILY" --output-dir "$toy" --warm-start-steps 300 "${options[@]}"
+   name=$(free_name runs "$RECIPE-tiny")
+   RUN_DIR=$PWD/runs/$name
+   TOY=$RUN_DIR/toy
+   REFERENCE=$RUN_DIR/torch_dist
+   if flags_have --dry-run "${EXTRA_ARGS[@]}"; then
+      # A plan needs the model's files, but neither what it has learnt nor its weights in Megatron's format.
+      RUN_DIR=$(mktemp -d)
+      TOY=$RUN_DIR/toy
+      REFERENCE=$TOY/model
+      trap 'rm -rf -- "$RUN_DIR"' EXIT
+   fi
+   UNTIED=()
+   if flags_have --untie-embeddings-and-output-weights "${MODEL_ARGS[@]}"; then UNTIED=(--untie); fi
    # shellcheck source=/dev/null
-   source "$toy/size_args.sh"
-   say "converting Hugging Face -> torch_dist"
-   python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$toy/model" --save "$run/torch_dist"
+   source "$LIB_DIR/tiny/$FAMILY.sh"
    case " ${PLACEMENT_ARGS[*]} " in
       *' --colocate '*) PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate) ;;
       *' --rollout-num-gpus '*) PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2) ;;
       *) PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2) ;;
    esac
    CKPT_ARGS=(
-      --hf-checkpoint "$toy/model"
-      --ref-load "$run/torch_dist"
-      --load "$run/checkpoints"
-      --save "$run/checkpoints"
+      --hf-checkpoint "$TOY/model"
+      --ref-load "$REFERENCE"
+      --load "$PWD/runs/$name/checkpoints"
+      --save "$PWD/runs/$name/checkpoints"
       --save-interval 2
    )
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
-      recipe_conversations <"$toy/train.jsonl" >"$toy/messages.jsonl"
-      ROLLOUT_ARGS+=(--prompt-data "$toy/messages.jsonl" --num-epoch 1 --rollout-batch-size 400 --global-batch-size 400)
+      ROLLOUT_ARGS+=(--prompt-data "$TOY/messages.jsonl" --num-epoch 1 --rollout-batch-size 400 --global-batch-size 400)
    else
-      recipe_tiny_rollouts "$toy"
+      recipe_tiny_rollouts "$TOY"
    fi
    PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
    if [[ " ${MODEL_ARGS[*]} " == *' --num-experts '* ]]; then PERF_ARGS+=(--expert-model-parallel-size 2); fi
    recipe_tiny_optimizer
-   MISC_ARGS+=(--run-name "$RECIPE-tiny")
+   MISC_ARGS+=(--run-name "$name")
+}
+
+# Makes the files that recipe_tiny names: the toy and, but for a plan, its weights in Megatron's format.
+recipe_make_toy() {
+   local options=(--family "$FAMILY" --output-dir "$TOY" "${UNTIED[@]}")
+   if [[ $REFERENCE == "$TOY"/* ]]; then
+      say "making a toy of the family $FAMILY for the plan"
+      python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 0 >/dev/null
+   else
+      mkdir -p runs
+      mkdir -- "$RUN_DIR" 2>/dev/null || fail 1 "another script has just made $RUN_DIR; run the same command again"
+      say "making a toy of the family $FAMILY in ${RUN_DIR#"$PWD"/}"
+      python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 300
+      say "converting Hugging Face -> torch_dist"
+      python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TOY/model" --save "$REFERENCE"
+   fi
+   if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
+      recipe_conversations <"$TOY/train.jsonl" >"$TOY/messages.jsonl"
+   fi
 }
 
 # The toy's weights are float32, of which an optimizer in host memory has no copies to keep: it stays beside them.
@@ -144,8 +202,8 @@ recipe_tiny_rollouts() {
    )
    EVAL_ARGS=(--eval-interval 2 --eval-prompt-data addition "$1/eval.jsonl" --eval-temperature 0)
    SGLANG_ARGS=(--rollout-num-gpus-per-engine 1)
-   # A config class outside transformers comes with the model, as code.
-   if grep -q auto_map "$1/model/config.json"; then SGLANG_ARGS+=(--sglang-trust-remote-code); fi
+   # Its config class is outside transformers and comes with the model, as code.
+   if [[ $FAMILY == mimo ]]; then SGLANG_ARGS+=(--sglang-trust-remote-code); fi
    MISC_ARGS+=(--check-weight-update-equal)
 }
 

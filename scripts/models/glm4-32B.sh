@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # GLM-4-32B-0414, GLM-Z1-32B-0414 in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
+# Proven: checked against published configs (glm4-32B.json).
 MODEL_ARGS=(
    --swiglu
    --num-layers 61

@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # GLM-4.5 (355B-A32B) in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
+# Proven: checked against published configs (glm4.5-355B-A32B.json).
 MODEL_ARGS=(
    --swiglu
    --num-layers 92

@@ -2,6 +2,7 @@
 # GLM-5.2 (744B-A40B) in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
 # slimrl refuses this model for now: it has no table of weights for sparse attention (DSA).
 # Megatron has no flag for what is new in it: after the third layer only every fourth one has an indexer of its own.
+# Proven: not run (refused: no table of weights for sparse attention).
 MODEL_ARGS=(
    --swiglu
    --num-layers 78

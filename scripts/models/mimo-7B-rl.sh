@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # MiMo-7B-RL in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
+# Proven: checked against published configs (mimo-7B-rl.json).
 MODEL_ARGS=(
    --swiglu
    --num-layers 36

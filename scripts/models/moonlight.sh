@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # Moonlight-16B-A3B in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
+# Proven: checked against published configs (moonlight.json).
 MODEL_ARGS=(
    --swiglu
    --num-layers 27

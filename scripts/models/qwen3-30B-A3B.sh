@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Qwen3-30B-A3B in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
 # config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 MODEL_ARGS=(
    --swiglu
    --num-layers 48

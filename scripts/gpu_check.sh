@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Checks what of slimrl works on this machine's GPUs: one table, and gpu_check.json to attach to a report.
+#
+#    bash scripts/gpu_check.sh [--minutes 20] [--output gpu_check.json] [--only NAME...] [--list] [--verbose]
+#
+# Runs in the Python environment that you use slimrl in, and installs nothing: PYTHON names the interpreter; without it
+# the first of python3 in the PATH and .venv/bin/python that has torch is taken. docs/gpu-check.md explains every row.
+set -euo pipefail
+PROJECT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+source "$PROJECT/scripts/lib/say.sh"
+
+# Whether interpreter $1 is new enough; whether it has torch.
+suits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+has_torch() { "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; }
+
+CANDIDATES=(python3 "$PROJECT/.venv/bin/python")
+if [[ -n ${PYTHON:-} ]]; then CANDIDATES=("$PYTHON"); fi
+FOUND=''
+for candidate in "${CANDIDATES[@]}"; do
+   suits "$candidate" || continue
+   if has_torch "$candidate"; then
+      FOUND=$candidate
+      break
+   fi
+   FOUND=${FOUND:-$candidate}
+done
+if [[ -z $FOUND ]]; then
+   fail 2 "needs Python 3.11 or newer, and ${CANDIDATES[0]} is $("${CANDIDATES[0]}" --version 2>/dev/null || echo missing);" \
+      "activate the environment that has slimrl's packages, or name it: PYTHON=/path/to/python3 bash $0"
+fi
+PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" exec "$FOUND" -m tools.gpu_check "$@"

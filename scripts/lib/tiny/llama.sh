@@ -1,0 +1,14 @@
+# Sizes of a toy of the family llama; to be sourced after the flags of a model of this family.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS+=(
+   --num-layers 2
+   --hidden-size 64
+   --ffn-hidden-size 128
+   --num-attention-heads 4
+   --vocab-size 281
+   --max-position-embeddings 131072
+   --norm-epsilon 1e-05
+   --rotary-base 500000
+   --num-query-groups 2
+   --kv-channels 16
+)

@@ -1,0 +1,14 @@
+# Sizes of a toy of the family qwen3; to be sourced after the flags of a model of this family.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS+=(
+   --num-layers 2
+   --hidden-size 64
+   --ffn-hidden-size 128
+   --num-attention-heads 4
+   --vocab-size 281
+   --max-position-embeddings 2048
+   --norm-epsilon 1e-06
+   --rotary-base 1000000
+   --num-query-groups 2
+   --kv-channels 16
+)
