@@ -90,3 +90,8 @@ def test_no_gradient_reaches_old_log_probs_or_advantages():
 def test_a_dual_clip_bound_of_one_or_less_is_refused():
     with pytest.raises(ValueError, match="--eps-clip-c is 1.0 and must be above 1"):
         loss_at(1.0, 1.0, eps_clip_c=1.0)
+
+
+def test_a_dual_clip_bound_just_above_one_is_taken():
+    result, _ = loss_at(1.5, -2.0, eps_clip_c=1.1)
+    assert result.loss.item() == pytest.approx(2.2, rel=1e-6)  # 1.1 x 2, not 1.5 x 2

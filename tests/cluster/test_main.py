@@ -110,7 +110,8 @@ except KeyboardInterrupt:
 
 
 def waiting(seconds: float, **options) -> subprocess.Popen:
-    """A process that waits as a run does, ready for signals."""
+    """A process that waits as a run does, ready for signals; a hangup is not ignored, unless an option says so."""
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # tests may be under nohup
     reader, writer = os.pipe()
     command = [sys.executable, "-c", WAITS, str(writer), str(seconds)]
     process = subprocess.Popen(command, pass_fds=[writer], **options)
@@ -128,7 +129,12 @@ def test_a_hangup_ends_a_run_as_other_signals_do():
 
 def test_a_terminal_that_closes_ends_a_run_in_order_though_nothing_can_be_written_to_it():
     ours, theirs = pty.openpty()
-    process = waiting(60, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lambda: os.login_tty(theirs))
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.login_tty(theirs)
+
+    process = waiting(60, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
     os.close(theirs)
     os.close(ours)
     assert process.wait(20) == 129

@@ -193,3 +193,29 @@ def test_a_rank_may_cost_half_a_percent_more_than_the_mean_before_rows_are_made_
     assert sum(lengths) / 3 == pytest.approx(mean)
     dealt = bins.even_rows(lengths, [float(length) for length in lengths], 300, 3, 3)
     assert max(sum(lengths[i] for group in rank for i in group) for rank in dealt) == furthest
+
+
+def test_a_search_that_is_cut_off_needs_the_longest_first_and_hopeless_branches_left_out():
+    # One of few packings without a gap: within the limit of nodes it is found only in this order and with the bound.
+    lengths = [10, 21, 17, 37, 16, 86, 24, 16, 24, 19, 38, 20, 21, 46, 14, 66, 39, 43, 20, 23]
+    found = bins.search(lengths, 100, 6)
+    assert [sum(lengths[i] for i in group) for group in found] == [100] * 6
+    assert sorted(i for group in found for i in group) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(5, 17), (3, 28)])
+def test_many_samples_whose_bound_cannot_be_met_get_the_next_multiple_of_what_was_found(ranks, each):
+    # 50 bins of 60 + 26, and 34 of the other hundred: 84, where the bound is 69.
+    lengths = [60] * 50 + [26] * 150
+    assert bins.lower_bound(lengths, 100) == 69
+    dealt = bins.pack(lengths, [float(length) for length in lengths], 100, ranks)
+    assert [len(groups) for groups in dealt] == [each] * ranks
+    assert all(sum(lengths[i] for i in group) <= 100 for groups in dealt for group in groups)
+
+
+def test_two_samples_are_tried_for_a_gap_that_twice_the_shortest_would_not_fill():
+    assert bins.fill_one_by_one([20, 50, 30, 1], 100, 8) == [[1, 2, 0], [3]]
+
+
+def test_a_bin_of_one_sample_is_left_whole_and_one_of_two_is_split():
+    assert bins.split_to([[0, 1], [2]], [5.0, 5.0, 1.0], 3) == [[0], [1], [2]]

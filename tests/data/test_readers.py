@@ -15,7 +15,7 @@ from slimrl.data import jsonl as jsonl_reader
 from slimrl.data import parquet as parquet_reader
 from slimrl.data.bad_row import BadRow, bad_rows_error
 from slimrl.data.data_path import DataMix, DataPath
-from slimrl.data.readers import open_rows
+from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.watched_file import ChangedDataError
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(10)]
@@ -259,10 +259,34 @@ def test_a_file_written_over_in_place_is_noticed_at_the_first_changed_row(tmp_pa
     if kind == "jsonl":
         assert rows.read([3])[0]["text"].startswith("a000003")  # that part is as it was
     complaint = rf"train\.{kind} was changed while this run was using it, found at .*1[0-9]{{3}}.* bytes, last changed"
-    with pytest.raises(ChangedDataError, match=rf"{complaint}.*Put the file back as it was and resume"):
+    with pytest.raises(ChangedDataError, match=rf"{complaint}.*Put the file back as it was and resume") as changed:
         rows.read([1500])
+    if kind == "parquet":  # by groups of 100 rows
+        assert "found at row 1501 to 1600" in str(changed.value)
     path.write_bytes(old.read_bytes())  # what the message asks for
     assert rows.read([1500])[0]["text"].startswith("a001500")
+
+
+def test_a_parquet_file_of_which_only_the_first_byte_was_changed_is_noticed(tmp_path):
+    path = tmp_path / "train.parquet"
+    write_kind(path, [{"a": row} for row in range(3)])
+    rows = open_rows(str(path))
+    with path.open("r+b") as file:
+        file.write(b"Q")
+    with pytest.raises(ChangedDataError, match=r"found at row 1 to 3"):
+        rows.read([0])
+
+
+def test_a_set_of_no_files_has_no_rows():
+    assert len(RowSet("nothing", [])) == 0
+
+
+def test_a_row_may_begin_with_any_byte(tmp_path):
+    path = tmp_path / "bytes.jsonl"
+    path.write_bytes(b"".join(bytes([value]) + b'{"a": 1}\n' for value in range(256)))
+    rows = open_rows(str(path))
+    good = [value for value, row in enumerate(rows.read(range(len(rows)))) if not isinstance(row, BadRow)]
+    assert len(rows) == 256 and bytes(good) == b"\t\n\r "  # JSON's white space
 
 
 def test_a_file_that_is_only_touched_or_written_anew_alike_stays_the_same(tmp_path):
