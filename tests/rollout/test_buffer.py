@@ -73,7 +73,9 @@ def test_a_filter_of_the_users_chooses_and_is_told_the_rollout(make_args, filter
     buffer.put([group(0), group(1), group(2)])
     assert numbers(buffer.take(2, 5)) == [2, 1]
     assert numbers(buffer.take(2, 6)) == [0]
-    assert args.custom["told"] == [(5, 2, 3), (6, 2, 1)]
+    buffer.put([group(3)])
+    assert buffer.take(0, 7) == []
+    assert args.custom["told"] == [(5, 2, 3), (6, 2, 1)]  # not asked where nothing waits or nothing is wanted
 
 
 def test_what_a_filter_takes_out_for_good_is_logged(make_args, filters, caplog):

@@ -107,6 +107,13 @@ def test_a_state_of_another_order_is_refused(make_args, tokenizer):
         RolloutDataSource(make_args(rollout_seed=1), tokenizer).load_state_dict(state)
 
 
+def test_a_state_of_other_columns_is_refused(make_args, write_rows, tokenizer):
+    rows = write_rows([{"prompt": "a", "question": "b", "label": "1"}])
+    state = RolloutDataSource(make_args(prompt_data=rows), tokenizer).state_dict()
+    with pytest.raises(ValueError, match="--input-key is question and was prompt when the checkpoint was made"):
+        RolloutDataSource(make_args(prompt_data=rows, input_key="question"), tokenizer).load_state_dict(state)
+
+
 def test_a_state_of_another_version_is_refused(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
     with pytest.raises(ValueError, match="has version 99, this slimrl reads 2"):
@@ -234,7 +241,7 @@ def test_one_bad_row_too_many_ends_the_run_and_all_are_named_by_file_and_line(ma
         assert [line.strip().split(": ")[0] for line in lines[1:]] == [f"{broken}:{number}" for number in (2, 5, 7)]
 
 
-def test_allowed_bad_rows_are_left_out_and_logged(make_args, broken, tokenizer, caplog):
+def test_allowed_bad_rows_are_left_out_and_logged(make_args, write_rows, broken, tokenizer, caplog):
     args = make_args(prompt_data=broken, max_bad_rows=3, num_epoch=1)
     with caplog.at_level(logging.WARNING):
         source = RolloutDataSource(args, tokenizer)
@@ -242,6 +249,8 @@ def test_allowed_bad_rows_are_left_out_and_logged(make_args, broken, tokenizer, 
     assert len(source) == 5
     labels = [group[0].label for group in source.get_samples(10)]
     assert labels == [0, 2, 3, 5, 7] * 2
+    one = write_rows([{"prompt": "p", "label": 0}, {"prompt": "q"}], "one.jsonl")
+    assert len(RolloutDataSource(make_args(prompt_data=one, max_bad_rows=1, num_epoch=1), tokenizer)) == 1
     resumed = RolloutDataSource(args, tokenizer)
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert resumed.get_samples(3) == source.get_samples(3)
@@ -267,7 +276,7 @@ def mixed_args(make_args, write_rows, **overrides):
 
 
 def test_sets_are_mixed_by_their_probabilities_and_each_keeps_its_epochs(make_args, write_rows, tokenizer):
-    source = RolloutDataSource(mixed_args(make_args, write_rows, rollout_shuffle=True), tokenizer)
+    source = RolloutDataSource(mixed_args(make_args, write_rows, rollout_shuffle=True, rollout_seed=7), tokenizer)
     samples = [group[0] for group in source.get_samples(4000)]
     share = sum(sample.label == "math" for sample in samples) / 4000
     assert abs(share - 0.75) < 3 * (0.75 * 0.25 / 4000) ** 0.5  # three standard deviations of a binomial
@@ -276,6 +285,9 @@ def test_sets_are_mixed_by_their_probabilities_and_each_keeps_its_epochs(make_ar
         for start in range(0, len(prompts) - size, size):
             assert sorted(prompts[start : start + size]) == sorted(f"{name}{i}" for i in range(size))
     assert len(source) == 25
+    # the set of each draw follows from the seed and the number of the draw alone
+    numbers = [random.Random(f"7/{draw}").random() for draw in range(50)]
+    assert [sample.label for sample in samples[:50]] == ["math" if number < 0.75 else "code" for number in numbers]
 
 
 @relaxed
@@ -293,6 +305,9 @@ def test_a_mix_is_the_same_however_it_is_drawn_and_resumed(make_args, write_rows
 def test_a_state_of_another_mix_is_refused(make_args, write_rows, tokenizer):
     args = mixed_args(make_args, write_rows)
     state = RolloutDataSource(args, tokenizer).state_dict()
+    other = mixed_args(make_args, write_rows, rollout_seed=args.rollout_seed + 1)
+    with pytest.raises(ValueError, match="--rollout-seed is"):  # unshuffled, but the mix follows the seed
+        RolloutDataSource(other, tokenizer).load_state_dict(state)
     args.prompt_data = [path.replace("0.75", "0.5").replace("0.25", "0.5") for path in args.prompt_data]
     with pytest.raises(ValueError, match=r"has the probabilities \[0.5, 0.5\] and the checkpoint's, .* \[0.75, 0.25\]"):
         RolloutDataSource(args, tokenizer).load_state_dict(state)

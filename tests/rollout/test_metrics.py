@@ -52,6 +52,12 @@ def test_every_metric_equals_the_hand_calculation():
     )
 
 
+def test_the_deviation_of_two_rewards_is_that_of_a_sample_and_one_reward_has_none():
+    two = rollout_metrics([sample(0, 1.0), sample(0, 0.0)], [1.0, 0.0])
+    assert two["rollout/raw_reward_std"] == pytest.approx(math.sqrt(0.5))  # sqrt(2 * 0.5^2 / (2 - 1))
+    assert rollout_metrics([sample(0, 1.0)], [1.0])["rollout/raw_reward_std"] == 0.0
+
+
 def test_an_aborted_sample_is_not_a_truncated_one():
     samples = [sample(0, 1.0, status=status) for status in (SampleStatus.ABORTED, SampleStatus.TRUNCATED)]
     assert rollout_metrics(samples, [1.0, 1.0])["rollout/truncated_ratio"] == 0.5

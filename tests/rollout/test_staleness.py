@@ -80,6 +80,12 @@ def test_a_response_that_no_engine_drew_is_of_no_weights():
         assert is_of_other_weights(dataclasses.replace(brought, **drawn), 6)
 
 
+def test_a_rollout_waits_only_for_groups_that_the_batches_until_their_last_rollout_cannot_hold():
+    assert may_go(5, [9, 9], [7, 7, 7])  # rollouts 6 and 7 have room for four
+    assert not may_go(5, [9, 9], [6, 6, 6])  # rollout 6 has room for two
+    assert may_go(5, [9, 9], [6, 6]) and not may_go(5, [9, 9], [5])
+
+
 def test_a_rollout_does_not_wait_where_its_own_groups_are_as_pressed_as_those_that_it_would_wait_for():
     assert may_go(5, [5], [5])
     assert may_go(5, [5, 6], [6, 6, 6])  # four of the five have to go into the next four places
