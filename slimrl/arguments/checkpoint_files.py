@@ -79,3 +79,9 @@ def damage(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"it is torn: {name} has {path.stat().st_size} bytes of {size}"
     return None
+
+
+def is_hf_model(folder: Path) -> bool:
+    """True for the folder of a Hugging Face model with its weights, False for a checkpoint of training."""
+    has_weights = any(folder.glob("*.safetensors"))
+    return has_weights and (folder / "config.json").is_file() and not (folder / TRACKER_NAME).is_file()

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.rules.checkpoints import is_hf_model
+from slimrl.arguments.checkpoint_files import is_hf_model
 from slimrl.megatron import checkpoint
 from slimrl.megatron.parallel import ParallelState
 from slimrl.weights.families import family_for

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.plan.memory import training_memory
-from slimrl.arguments.plan.refusals import gib
 from slimrl.megatron.micro_batch import MicroBatch
 from slimrl.megatron.offload import holdings
 from slimrl.megatron.parallel import ParallelState
+from slimrl.processes.memory import gib
 
 logger = logging.getLogger(__name__)
 

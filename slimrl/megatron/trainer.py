@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.rules.checkpoints import is_hf_model
+from slimrl.arguments.checkpoint_files import is_hf_model
 from slimrl.data.batch import RolloutBatch
 from slimrl.megatron import checkpoint, config, fsdp, missing_kernels, overlap, parallel
 from slimrl.megatron.advantages import token_returns

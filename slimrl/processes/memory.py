@@ -33,3 +33,8 @@ def _children(process: Path) -> list[int]:
         with contextlib.suppress(OSError):  # the thread ended meanwhile; another has its children then
             found += map(int, (thread / "children").read_text().split())
     return found
+
+
+def gib(size: int) -> str:
+    """Bytes as text: "7.49 GiB", below a GiB "12.0 MiB"."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

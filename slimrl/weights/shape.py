@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slimrl.arguments.hf_config import stated_flags
+from slimrl.arguments.hf_config.tables import stated_flags
 from slimrl.weights.families import family_for
 
 if TYPE_CHECKING:

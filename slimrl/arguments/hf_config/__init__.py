@@ -6,6 +6,7 @@ by the plan, and by whoever needs a model's flags from its config.json.
 
 from __future__ import annotations
 
-from slimrl.arguments.hf_config.compare import MODEL_TYPES, disagreements, stated_flags
+from slimrl.arguments.hf_config.compare import disagreements
+from slimrl.arguments.hf_config.tables import MODEL_TYPES, stated_flags
 
 __all__ = ["MODEL_TYPES", "disagreements", "stated_flags"]

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
 
-from slimrl.arguments.hf_config import decoder, experts
-from slimrl.arguments.hf_config.row import Config, FamilyTable, LayerPattern, Row, Switch, Value
+from slimrl.arguments.hf_config.row import Config, LayerPattern, Row, Switch, Value
+from slimrl.arguments.hf_config.tables import MODEL_TYPES, TABLES
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.problem import Problem
-
-TABLES: dict[str, FamilyTable] = {
-    table.model_type: table
-    for table in (
-        decoder.LLAMA,
-        decoder.QWEN2,
-        experts.QWEN2_MOE,
-        decoder.QWEN3,
-        experts.QWEN3_MOE,
-        decoder.GLM4,
-        experts.GLM4_MOE,
-        experts.DEEPSEEK_V3,
-        experts.KIMI_K2,
-        experts.GLM4_MOE_LITE,
-        decoder.MIMO,
-    )
-}
-MODEL_TYPES = tuple(TABLES)
 
 
 def disagreements(args: Arguments, config: Config) -> list[Problem]:
@@ -50,15 +31,6 @@ def disagreements(args: Arguments, config: Config) -> list[Problem]:
         sentence = f"{flag} is {given} and config.json says an RMSNorm model: give {flag} RMSNorm."
         problems.append(Problem(flag, sentence))
     return problems + [p for row in rows if isinstance(row, Switch) and (p := _switch(row, args, config)) is not None]
-
-
-def stated_flags(config: Config) -> dict[str, Any]:
-    """Field of `Arguments` to the value that config.json states, None where it leaves the flag open.
-
-    Raises KeyError for a model_type without a table.
-    """
-    table = TABLES[config["model_type"]]
-    return {field: row.stated(config) for field, row in table.rows.items()}
 
 
 def _value(row: Value, args: Arguments, config: Config) -> Problem | None:

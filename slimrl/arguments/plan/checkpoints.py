@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from slimrl.arguments.checkpoint_files import REPLACED, TRACKER_NAME, folder_name, iteration_of, placed
+from slimrl.arguments.checkpoint_files import REPLACED, TRACKER_NAME, folder_name, is_hf_model, iteration_of, placed
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.rules.checkpoints import is_hf_model
 
 _COMPLETE = "metadata.json"
 

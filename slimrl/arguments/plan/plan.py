@@ -18,8 +18,8 @@ from slimrl.arguments.plan.machine import Machine
 from slimrl.arguments.plan.memory import MemoryPlan, estimate
 from slimrl.arguments.plan.parameters import active_parameters, selection_biases, total_parameters
 from slimrl.arguments.plan.shape import Shape, shape_of
+from slimrl.processes.memory import GIB
 
-GIB = 2**30
 MANY_LAYERS = 10**6  # all of a model that is not trained
 
 

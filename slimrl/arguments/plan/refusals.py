@@ -9,8 +9,9 @@ from slimrl.arguments.hf_folder import weights_fault
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.plan.advice import less_training, more_cache
 from slimrl.arguments.plan.memory import StageMemory
-from slimrl.arguments.plan.plan import GIB, Plan
+from slimrl.arguments.plan.plan import Plan
 from slimrl.arguments.problem import Problem
+from slimrl.processes.memory import gib
 
 
 def refusals(plan: Plan) -> list[Problem]:
@@ -196,8 +197,3 @@ def stage_sum(stage: StageMemory) -> str:
         "loss and backward": max(stage.loss, stage.backward),
     }
     return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-
-
-def gib(size: int) -> str:
-    """Bytes as text: "7.49 GiB", below a GiB "12.0 MiB"."""
-    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

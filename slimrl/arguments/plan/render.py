@@ -9,7 +9,7 @@ from slimrl.arguments.plan.layout import dense_axes, expert_axes, rank_lists
 from slimrl.arguments.plan.loop import loop_rows
 from slimrl.arguments.plan.memory import StageMemory
 from slimrl.arguments.plan.plan import Plan
-from slimrl.arguments.plan.refusals import gib
+from slimrl.processes.memory import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
 SMALL_WORLD = 16

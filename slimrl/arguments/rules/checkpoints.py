@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.checkpoint_files import REPLACED, damage, folder_name, placed
+from slimrl.arguments.checkpoint_files import REPLACED, damage, folder_name, is_hf_model, placed
 from slimrl.arguments.checkpoint_files import TRACKER_NAME as TRACKER
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments
@@ -140,12 +140,6 @@ def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]
             f"--save-hf is modelled on --hf-checkpoint {args.hf_checkpoint}, which has no weights (*.safetensors): copy"
             " them too, or convert checkpoints with tools/convert_torch_dist_to_hf.py.",
         )
-
-
-def is_hf_model(folder: Path) -> bool:
-    """True for the folder of a Hugging Face model with its weights, False for a checkpoint of training."""
-    has_weights = any(folder.glob("*.safetensors"))
-    return has_weights and (folder / "config.json").is_file() and not (folder / TRACKER).is_file()
 
 
 def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
