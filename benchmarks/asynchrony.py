@@ -27,8 +27,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from slimrl.observability.dump import read_dump
-from slimrl.rollout.staleness import oldest_version
+from slimrl.observability.rollout_dump import read_dump
+from slimrl.rollout.asynchronous.staleness import oldest_version
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = 16  # per engine
@@ -48,7 +48,7 @@ GENERATE = """
 import random
 import time
 from slimrl.data.sample import SampleStatus
-from slimrl.rollout.turns import append_generation
+from slimrl.rollout.generation.multi_turn import append_generation
 
 async def generate(args, sample, sampling_params, *, engine):
     length = min(1 + int(random.Random(sample.index).lognormvariate(3.9, 1.1)), args.rollout_max_response_len)

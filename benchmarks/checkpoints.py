@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from slimrl.megatron.trainer import MegatronTrainer
+    from slimrl.megatron.training.trainer import MegatronTrainer
 
 CHUNK = 8 * 1024**2
 
@@ -111,7 +111,7 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
 def open_trainer(rank: int, size: int, root: Path, options: argparse.Namespace) -> MegatronTrainer:
     """One rank's trainer of that model, with its optimizer's state shared out over all ranks."""
     from slimrl.arguments import Arguments
-    from slimrl.megatron.trainer import MegatronTrainer
+    from slimrl.megatron.training.trainer import MegatronTrainer
 
     args = Arguments(
         **model_flags(options.hidden, options.layers),
@@ -133,9 +133,9 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
     import torch
     import torch.distributed as dist
 
-    from slimrl.megatron import checkpoint
-    from slimrl.megatron.checkpoint_saver import CheckpointSaver
-    from slimrl.megatron.retention import Retention
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.checkpoint.folder import Retention
+    from slimrl.megatron.checkpoint.saver import CheckpointSaver
 
     trainer = open_trainer(rank, size, root, options)
     state = checkpoint.TrainingState(
@@ -200,7 +200,7 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
     """Nothing is hashed, and no checksums are found."""
-    from slimrl.weights.file_checksums import BlockHasher, CheckedFolder
+    from slimrl.weights.checkpoint_checksums import BlockHasher, CheckedFolder
 
     with (
         mock.patch.object(BlockHasher, "update", lambda self, data: None),

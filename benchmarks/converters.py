@@ -136,14 +136,14 @@ def one_run(direction: str, folder: Path) -> None:
     """Converts once in this process: waits for a line when all is imported, and for another when all is done."""
     import torch
 
-    from slimrl.weights.team import Team
+    from slimrl.platform.collective_errors import Team
 
     torch.set_num_threads(1)  # as the programs do
     if direction == "there":
         tool = load_tool("convert_hf_to_torch_dist")
         flags = [*MODEL_ARGS.split(), "--hf-checkpoint", str(folder / "hf"), "--save", str(folder / "torch_dist")]
         args, _ = tool.read_flags(flags)
-        import slimrl.megatron.blueprint  # noqa: F401  what the conversion would import
+        import slimrl.megatron.checkpoint.template  # noqa: F401  what the conversion would import
 
         def work() -> object:
             return tool.convert(args, Team(), force=False)
@@ -198,7 +198,7 @@ def same_tensors(first: Path, second: Path) -> bool:
     """Whether two checkpoints hold the same bytes under the same names."""
     import torch
 
-    from slimrl.weights.hf_files import HfCheckpoint
+    from slimrl.weights.hf_checkpoint import HfCheckpoint
 
     with HfCheckpoint(first) as one, HfCheckpoint(second) as other:
         return sorted(one.names) == sorted(other.names) and all(

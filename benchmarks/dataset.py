@@ -49,7 +49,7 @@ def make_file(path: Path, rows: int) -> None:
 def own_source(path: str, tokenizer_folder: str) -> Callable[[], Any]:
     """slimrl's data source, up to its first prompts."""
     from slimrl.arguments import Arguments
-    from slimrl.rollout.data_source import RolloutDataSource
+    from slimrl.rollout.dataset.data_source import RolloutDataSource
 
     tokenizer = make_tokenizer(tokenizer_folder)
     args = Arguments(

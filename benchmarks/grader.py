@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import builtin
-from slimrl.rollout.rm_hub.equality import algebra, answers_equal
+from slimrl.rollout.rm_hub import registry
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
+from slimrl.rollout.rm_hub.math_equivalence import answers_equal, sympy_equal
 
 Pair = tuple[str, str, bool]
 _TESTS = Path(__file__).resolve().parents[1] / "tests" / "rollout"
@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     files = {path.name: _read(path) for path in options.pairs}
     pairs = [pair for own in files.values() for pair in own]
-    algebra.warm_up()
+    sympy_equal.warm_up()
     plain = _plain_pairs(6 * 950)
     easy = [pair for pair in pairs if _is_easy(pair)]
     print(f"pairs                              {len(pairs):10d}   of which easy {len(easy)}")
@@ -69,7 +69,7 @@ def _read(path: Path) -> list[Pair]:
 
 
 def _judge(answer: str, label: str) -> bool:
-    return answers_equal(answer, label, algebra.equal)
+    return answers_equal(answer, label, sympy_equal.equal)
 
 
 def _judge_by_library(answer: str, label: str) -> bool:
@@ -131,7 +131,7 @@ async def _pool_rate(pairs: Sequence[Pair], seconds: float) -> tuple[float, floa
     ]
 
     async def batch(count: int) -> None:
-        await asyncio.gather(*(builtin.grade("math", samples[one % len(samples)], pool) for one in range(count)))
+        await asyncio.gather(*(registry.grade("math", samples[one % len(samples)], pool) for one in range(count)))
 
     await batch(64)
     me = psutil.Process()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.faults import prepared  # noqa: E402
-from slimrl.observability.dump import load_rollout  # noqa: E402
+from slimrl.observability.rollout_dump import load_rollout  # noqa: E402
 from tests.end_to_end import checkpoints, harness, kills  # noqa: E402
 from tests.end_to_end.conftest import Tiny  # noqa: E402
 

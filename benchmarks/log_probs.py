@@ -29,8 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slimrl.algorithms.log_probs import vocab_parallel_log_probs
-from slimrl.algorithms.output_log_probs import output_log_probs
+from slimrl.algorithms.log_probs import output_log_probs, vocab_parallel_log_probs
 
 Way = Callable[[list[Tensor], Tensor], Tensor]
 

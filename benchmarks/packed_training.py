@@ -23,10 +23,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data import bins
-from slimrl.data.packing import DEFAULT_BREAK_EVEN_TOKENS
-from slimrl.megatron import model, parallel
-from slimrl.megatron.sequences import PackedSequences, packed_sequences
+from slimrl.data import bin_packing
+from slimrl.data.train_batch import DEFAULT_BREAK_EVEN_TOKENS
+from slimrl.megatron import parallel
+from slimrl.megatron.model import model_builder
+from slimrl.megatron.model.micro_batch import PackedSequences, packed_sequences
 
 VOCABULARY = 1024
 MODEL = dict(
@@ -54,7 +55,7 @@ def packed(samples: Sequence[Tensor], cap: int, device: torch.device) -> list[tu
     lengths = [sample.numel() for sample in samples]
     costs = [length + length**2 / DEFAULT_BREAK_EVEN_TOKENS for length in lengths]
     micro_batches = []
-    for group in bins.pack(lengths, costs, cap, 1)[0]:
+    for group in bin_packing.pack(lengths, costs, cap, 1)[0]:
         chosen = [samples[i] for i in group]
         sequences = packed_sequences(torch.tensor([sample.numel() for sample in chosen]), 1, device, rank=0)
         tokens = torch.cat(chosen).unsqueeze(0)
@@ -94,7 +95,7 @@ def train(stage: GPTModel, micro_batches: Sequence[tuple[Tensor, Tensor, PackedS
 def measure(options: argparse.Namespace, init_method: str) -> None:
     """Prints one line for each way; raises RuntimeError where two ways give different losses."""
     state = parallel.initialize(Arguments(**MODEL), rank=0, world_size=1, local_rank=0, init_method=init_method)
-    stage = model.build_model(Arguments(**MODEL), state)
+    stage = model_builder.build_model(Arguments(**MODEL), state)
     drawn = np.random.default_rng(options.seed).lognormal(np.log(options.median), options.sigma, options.samples)
     lengths = np.clip(drawn.round(), 16, options.longest).astype(int).tolist()
     generator = torch.Generator().manual_seed(options.seed)

@@ -41,19 +41,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.instant_server import raw_load
 from slimrl.arguments import Arguments
-from slimrl.data.packing import schedule_batch
 from slimrl.data.sample import Sample
-from slimrl.rollout import garbage
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.generate import RolloutGenerator
+from slimrl.data.train_batch import schedule_batch
+from slimrl.engines.protocol import Generation
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.engines.sglang.router import RouterProcess
+from slimrl.processes.ports import claim_ports
+from slimrl.rollout import async_utils
+from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.metrics import rollout_metrics
-from slimrl.rollout.rewards import rewards_of
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import SamplingPlan
-from slimrl.rollout.train_data import training_batch
-from slimrl.sglang.client import RouterClient
-from slimrl.sglang.ports import claim_ports
-from slimrl.sglang.router import RouterProcess
 from slimrl.tiny.tokenizer import build_tokenizer
 
 JSON = {"Content-Type": "application/json"}
@@ -137,12 +136,12 @@ class Driver:
         self._source = RolloutDataSource(args, tokenizer)
         self._generator = RolloutGenerator(args, tokenizer, client)
         self._rollout_id = 0
-        garbage.expect_many_samples()
+        async_utils.expect_many_samples()
         self.bytes_per_rollout = 0
 
     async def rollout(self) -> None:
         """From prompts to pickled batches."""
-        garbage.collect_between_rollouts(samples_are_held=False)
+        async_utils.collect_between_rollouts(samples_are_held=False)
         args = self._args
         output = await self._generator.generate_rollout(self._rollout_id, self._source)
         samples = [sample for group in output.groups for sample in group]

@@ -31,17 +31,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slimrl.data import bins
-from slimrl.data.packing import DEFAULT_BREAK_EVEN_TOKENS
+from slimrl.data import bin_packing
+from slimrl.data.train_batch import DEFAULT_BREAK_EVEN_TOKENS
 
 ROUNDS = 3
-Schedule = list[bins.Bins]  # [rank][micro-batch] -> samples
+Schedule = list[bin_packing.Bins]  # [rank][micro-batch] -> samples
 Scheduler = Callable[[Sequence[int], Sequence[float], int, int], Schedule]
 
 
-def first_fit(samples: Sequence[int], lengths: Sequence[int], cap: int) -> bins.Bins:
+def first_fit(samples: Sequence[int], lengths: Sequence[int], cap: int) -> bin_packing.Bins:
     """Each sample to the first micro-batch with room."""
-    groups: bins.Bins = []
+    groups: bin_packing.Bins = []
     rooms: list[int] = []
     for sample in samples:
         for position, room in enumerate(rooms):
@@ -55,7 +55,7 @@ def first_fit(samples: Sequence[int], lengths: Sequence[int], cap: int) -> bins.
     return groups
 
 
-def differencing(start: list[list[tuple[float, list[int]]]]) -> bins.Bins:
+def differencing(start: list[list[tuple[float, list[int]]]]) -> bin_packing.Bins:
     """Karmarkar-Karp: join the two most uneven partial solutions, the dearest part of one and the other's cheapest.
 
     A partial solution is a list of (cost, samples), dearest first.
@@ -71,7 +71,7 @@ def differencing(start: list[list[tuple[float, list[int]]]]) -> bins.Bins:
     return [samples for _, samples in heap[0][2]]
 
 
-def equal_counts(costs: Sequence[float], parts: int) -> bins.Bins:
+def equal_counts(costs: Sequence[float], parts: int) -> bin_packing.Bins:
     """Karmarkar-Karp into `parts` of as many samples each."""
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     starts = range(0, len(order), parts)
@@ -104,7 +104,7 @@ def differenced_twice(lengths: Sequence[int], costs: Sequence[float], cap: int, 
 
 
 SCHEDULERS: dict[str, Scheduler] = {
-    "slimrl": bins.pack,
+    "slimrl": bin_packing.pack,
     "first fit in order of arrival": in_order,
     "sorted, dealt in turn, first fit": dealt_in_turn,
     "Karmarkar-Karp, first fit": differenced,
@@ -133,7 +133,7 @@ def judge(schedule: Schedule, lengths: Sequence[int], costs: Sequence[float], ca
     rows = list(itertools.zip_longest(*table, fillvalue=0.0))
     return Quality(
         above_cap=above,
-        micro_batches=len(rows) / -(-bins.lower_bound(lengths, cap) // ranks),
+        micro_batches=len(rows) / -(-bin_packing.lower_bound(lengths, cap) // ranks),
         lockstep=sum(max(row) for row in rows) * ranks / sum(costs) - 1,
         imbalance=max(map(sum, table)) * ranks / sum(costs) - 1,
         milliseconds=milliseconds,

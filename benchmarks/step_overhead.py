@@ -27,9 +27,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.ray_environment import prepare_ray_environment
-from slimrl.data.batch import RolloutBatch
-from slimrl.data.packing import schedule_batch
+from slimrl.cluster.main import prepare_ray_environment
+from slimrl.data.train_batch import RolloutBatch, schedule_batch
 
 TARGET_MS = 10.0
 SAMPLES, PROMPT, RESPONSE, VOCABULARY = 8, 4, 8, 64
@@ -95,11 +94,13 @@ def batch() -> RolloutBatch:
 
 def save_model(args: Arguments, folder: Path) -> None:
     """The first checkpoint, of random weights."""
-    from slimrl.megatron import checkpoint, model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.model import model_builder
 
     with tempfile.TemporaryDirectory() as store:
         state = parallel.initialize(args, rank=0, world_size=1, init_method=f"file://{store}/store")
-        checkpoint.save_model_only(model.build_model(args, state), folder / "model")
+        checkpoint.save_model_only(model_builder.build_model(args, state), folder / "model")
         parallel.shutdown()
 
 
@@ -115,12 +116,12 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     import ray
 
     from slimrl.cluster.launch import Launch
-    from slimrl.cluster.session import ray_session
-    from slimrl.cluster.slots import Slots, plan_slots
-    from slimrl.cluster.supervise import Supervisor
-    from slimrl.cluster.train_group import TrainGroup
+    from slimrl.cluster.placement import Slots, plan_slots
+    from slimrl.cluster.ray_session import ray_session
+    from slimrl.cluster.supervisor import Supervisor
+    from slimrl.cluster.training.train_group import TrainGroup
     from slimrl.cluster.watchdog import Patience
-    from slimrl.megatron.trainer import MegatronTrainer
+    from slimrl.megatron.training.trainer import MegatronTrainer
 
     args, share = arguments(folder, timeline), batch()
     save_model(args, folder)

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slimrl.data.sample import Sample
 from slimrl.observability.timeline import merge
-from slimrl.observability.timeline_recorder import FOLDER, Timeline
-from slimrl.rollout.sample_trace import REQUESTS, SampleTrace
+from slimrl.observability.tracer import FOLDER, Timeline
+from slimrl.rollout.generation.sample_tracker import REQUESTS, SampleTrace
 
 LIMIT_STEP_MS, LIMIT_SAMPLE_US = 0.5, 20.0
 MICRO_BATCHES, SAMPLES, PROCESSES = 16, 2048, 64

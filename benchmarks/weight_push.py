@@ -28,16 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from slimrl.arguments import Arguments
-from slimrl.megatron import model, parallel
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.buckets import iter_buckets
-from slimrl.weights.export import iter_hf_tensors
-from slimrl.weights.families import family_for
-from slimrl.weights.hf_shards import ShardWriter, TensorSpec, plan_shards
-from slimrl.weights.roles import EngineEndpoint
-from slimrl.weights.shape import ModelShape
-from slimrl.weights.shared_memory import HostSharedBuffer, TwoSharedInTurn, serialize
-from slimrl.weights.sync import ModelSource, WeightUpdater
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.megatron import parallel
+from slimrl.megatron.model import model_builder
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.safetensors_writer import ShardWriter, TensorSpec, plan_shards
+from slimrl.weights.update.buckets import iter_buckets
+from slimrl.weights.update.export import iter_hf_tensors
+from slimrl.weights.update.topology import EngineEndpoint
+from slimrl.weights.update.transport_tensor import HostSharedBuffer, TwoSharedInTurn, serialize
+from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater
 
 FAMILY = family_for({"model_type": "qwen3"})
 SHAPES = {
@@ -190,7 +191,7 @@ def measure_buckets(rounds: int, bucket_bytes: int) -> None:
 def build(args: Arguments) -> tuple[nn.Module, parallel.ParallelState]:
     """A Megatron model of random weights in a world of one rank."""
     state = parallel.initialize(args, rank=0, world_size=1, local_rank=0, init_method=torch.distributed.HashStore())
-    return model.build_model(args, state), state
+    return model_builder.build_model(args, state), state
 
 
 def write_folder(folder: Path, args: Arguments, export: Callable[[], Iterator[tuple[str, Tensor]]]) -> Path:

@@ -16,8 +16,8 @@ from typing import Any
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.rollout.engine import EngineClient
-from slimrl.rollout.turns import converse
+from slimrl.engines.protocol import EngineClient
+from slimrl.rollout.generation.multi_turn import converse
 
 MAX_CALLS = 8
 _EXPRESSION = re.compile(r"[0-9.+\-*/() ]+$")

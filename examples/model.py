@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.model import own_layers, policy_model
+from slimrl.megatron.model.model_builder import own_layers, policy_model
 
 LIMIT = 1e4
 

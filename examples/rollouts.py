@@ -12,7 +12,7 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.hooks import DataSource
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.output import RolloutOutput
+from slimrl.rollout.rollout_function import RolloutOutput
 
 
 def counted(

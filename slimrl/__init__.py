@@ -4,4 +4,8 @@ Megatron-core trains, SGLang generates, Ray places both; the same code runs on a
 with a tiny model and on a GPU cluster.
 """
 
+from slimrl import renamed_modules
+
 __version__ = "0.1.0"
+
+renamed_modules.install()

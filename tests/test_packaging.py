@@ -123,5 +123,5 @@ def test_setup_asks_for_every_package_that_the_source_imports():
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
 def test_a_lock_holds_what_the_tests_import(path):
-    found_otherwise = {"slime", "answer-format"}  # by slimrl.hooks.slime_names, and beside the module that imports it
+    found_otherwise = {"slime", "answer-format"}  # by slimrl.hooks.slime_imports, and beside the module that imports it
     assert imported((ROOT / "tests").rglob("*.py")) - found_otherwise <= locked(path).keys()

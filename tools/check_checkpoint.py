@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from slimrl.weights.compare import Comparison, TensorPair, compare_checkpoints
-from slimrl.weights.hub import local_hf_folder
-from slimrl.weights.names import listed
-from slimrl.weights.progress import ByteBar
-from slimrl.weights.torch_dist import TorchDistCheckpoint, resolve_checkpoint
+from slimrl.observability.terminal import ByteBar
+from slimrl.weights.convert.compare_checkpoints import Comparison, TensorPair, compare_checkpoints
+from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint, resolve_checkpoint
+from slimrl.weights.hf_checkpoint import local_hf_folder
+from slimrl.weights.reshard import listed
 
 NAME = Path(__file__).name
 EQUAL, DIFFERENT, BAD_INPUT = 0, 1, 2

@@ -26,16 +26,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from slimrl.arguments import Arguments, parse_args
-from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-from slimrl.weights.hf_to_torch_dist import hf_to_torch_dist
-from slimrl.weights.hub import local_hf_folder
-from slimrl.weights.progress import ByteBar
-from slimrl.weights.shape import ModelShape
-from slimrl.weights.team import Team
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.observability.terminal import ByteBar
+from slimrl.platform.collective_errors import Team
+from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist
+from slimrl.weights.hf_checkpoint import HfCheckpoint, local_hf_folder, read_hf_config
 
 if TYPE_CHECKING:
-    from slimrl.weights.families import Family
+    from slimrl.models.families import Family
 
 NAME = Path(__file__).name
 FORCE = ("-f", "--force")
@@ -132,7 +131,7 @@ def convert(args: Arguments, team: Team, *, force: bool) -> Path:
     keep_dtype(args, family)
     leave_out_megatron_checkouts()
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # on kernels that converting needs not
-    from slimrl.megatron.blueprint import model_blueprint
+    from slimrl.megatron.checkpoint.template import model_blueprint
 
     with ByteBar("converting", shown=team.leads) as bar:
         return hf_to_torch_dist(

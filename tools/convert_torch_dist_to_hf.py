@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from slimrl.weights.convert import torch_dist_to_hf
-from slimrl.weights.hf_shards import MAX_SHARD_BYTES
-from slimrl.weights.hub import local_hf_folder
-from slimrl.weights.progress import ByteBar
-from slimrl.weights.team import Team
-from slimrl.weights.torch_dist import resolve_checkpoint
+from slimrl.observability.terminal import ByteBar
+from slimrl.platform.collective_errors import Team
+from slimrl.weights.convert.megatron_to_hf import torch_dist_to_hf
+from slimrl.weights.convert.torch_dist_reader import resolve_checkpoint
+from slimrl.weights.hf_checkpoint import local_hf_folder
+from slimrl.weights.safetensors_writer import MAX_SHARD_BYTES
 
 NAME = Path(__file__).name
 

@@ -25,11 +25,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from slimrl.tiny.families import FAMILIES, build_family_model, publish_config, size_args_script
-from slimrl.tiny.model import SIZES, TinySize, build_model, model_args_script
-from slimrl.tiny.task import Addition, split_additions
+from slimrl.tiny.models import (
+    FAMILIES,
+    SIZES,
+    TinySize,
+    build_family_model,
+    build_model,
+    model_args_script,
+    publish_config,
+    size_args_script,
+)
+from slimrl.tiny.task import Addition, WarmStart, greedy_accuracy, split_additions, warm_start
 from slimrl.tiny.tokenizer import build_tokenizer
-from slimrl.tiny.warm_start import WarmStart, greedy_accuracy, warm_start
 
 OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # beside the folder "model"
 SHAPE_FLAGS = (

@@ -15,8 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from slimrl.rollout.public_data.prepare import PUBLIC_SETS, prepare
-from slimrl.rollout.public_data.problems import INSTRUCTION
+from slimrl.rollout.dataset_prep.layouts import INSTRUCTION
+from slimrl.rollout.dataset_prep.prepare import PUBLIC_SETS, prepare
 
 NAME = Path(__file__).name
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from slimrl.observability.dump import read_dump
+from slimrl.observability.rollout_dump import read_dump
 from slimrl.observability.viewer import page
 
 

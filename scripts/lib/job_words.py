@@ -37,7 +37,7 @@ def follows_python(before: list[str]) -> bool:
 
 
 def without_secrets(words: list[str]) -> list[str]:
-    """As slimrl.arguments.secrets: that file alone, because its package takes a second to import."""
+    """As slimrl.arguments.redact: that file alone, because its package takes a second to import."""
     spec = importlib.util.spec_from_file_location("secrets_of_flags", ROOT / "slimrl" / "arguments" / "secrets.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -26,9 +26,9 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from slimrl.cluster.ray_environment import ON_LOOPBACK
-from slimrl.processes import leftovers
-from slimrl.processes.private_folder import kernel_cache
+from slimrl.cluster.main import ON_LOOPBACK
+from slimrl.processes import stale_resources
+from slimrl.processes.folders import kernel_cache
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 READY_TIMEOUT_S = 120
@@ -100,7 +100,7 @@ def own_every_descendant() -> None:
     os.setsid()
 
 
-def ray_start(folder: Path, flags: list[str], owner: leftovers.Owner, alone: bool = False) -> subprocess.Popen:
+def ray_start(folder: Path, flags: list[str], owner: stale_resources.Owner, alone: bool = False) -> subprocess.Popen:
     """``ray start --block`` on free ports, with what it writes in ``<folder>/ray.log``; it owns the folder too.
 
     `alone`: no other node joins it.
@@ -239,7 +239,7 @@ def stop_everything(ray: subprocess.Popen) -> None:
 class Node:
     """The Ray processes of this node, for as long as it is part of the cluster."""
 
-    def __init__(self, args: argparse.Namespace, extra: list[str], owner: leftovers.Owner) -> None:
+    def __init__(self, args: argparse.Namespace, extra: list[str], owner: stale_resources.Owner) -> None:
         self.args = args
         self.extra = extra
         self.owner = owner
@@ -321,8 +321,8 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    leftovers.sweep(args.folder.parent)
-    owner = leftovers.own(args.folder)
+    stale_resources.sweep(args.folder.parent)
+    owner = stale_resources.own(args.folder)
     node = Node(args, extra, owner)
     try:
         own_every_descendant()
@@ -342,7 +342,7 @@ def main(argv: list[str]) -> int:
             signal.signal(number, signal.SIG_IGN)
         if node.ray is not None:
             stop_everything(node.ray)
-        leftovers.remove(args.folder)
+        stale_resources.remove(args.folder)
         owner.release()
 
 

@@ -2,15 +2,24 @@
 
 Every function fills only what the user left open, and never fails: where a value that it needs is missing or wrong,
 it leaves the field as it is and a rule reports the cause.
+
+The number format of training where no flag says it: that of the model, as its config.json states it.
+
+Which kernel libraries of training are installed in this environment.
+
+Promises plain booleans, looked up without importing the libraries; what follows from them is decided by functions of
+these booleans in `slimrl.megatron`. Called there with the real machine, and by the rules for flags.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import time
 from pathlib import Path
 
-from slimrl.arguments.groups.algorithm import WHITENED
+from slimrl.arguments.flags.algorithm import WHITENED
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 
@@ -200,3 +209,60 @@ def _sampling_notes(args: Arguments) -> None:
             f"--over-sampling-batch-size {wave} is not used: exactly --rollout-batch-size {batch} prompts are sent out"
             " without --dynamic-sampling-filter-path or --partial-rollout."
         )
+
+
+_FORMATS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def take_precision_of_model(args: Arguments, given: frozenset[str]) -> None:
+    """Set `bf16` or `fp16` as the weights in --hf-checkpoint have it, unless a flag has decided; says so in `notes`.
+
+    Where nobody says it, weights are fp32, but bf16 with --optimizer-cpu-offload, which has no others. A file that is
+    absent or broken is the rules' business, and leaves fp32.
+    """
+    if args.hf_checkpoint is None or {"bf16", "fp16"} & given:
+        return
+    stated = _stated(Path(args.hf_checkpoint) / "config.json")
+    name = _FORMATS.get(stated or "")
+    if stated == "" and args.optimizer_cpu_offload:
+        args.bf16 = True
+        args.notes.append(
+            "training is in bf16: config.json of --hf-checkpoint states no format, and --optimizer-cpu-offload works on"
+            " 16-bit weights."
+        )
+    elif name is not None:
+        setattr(args, name, True)
+        args.notes.append(f"training is in {name}, as config.json of --hf-checkpoint says; for fp32 give --no-bf16.")
+
+
+def _stated(path: Path) -> str | None:
+    """The name that config.json gives, "" where it gives none; None without such a file."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    entries = {**(text if isinstance(text, dict) else {}), **config}
+    return str(entries.get("dtype") or entries.get("torch_dtype") or "")
+
+
+def transformer_engine_installed() -> bool:
+    """True where Transformer Engine can be imported with its binding for torch, a package of its own.
+
+    megatron-core counts one without the other as absent.
+    """
+    return all(
+        importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch")
+    )
+
+
+def apex_optimizers_installed() -> bool:
+    """True where Apex's optimizers are installed."""
+    return importlib.util.find_spec("apex") is not None
+
+
+def apex_installed() -> bool:
+    """True where Apex's kernel is installed that adds weight gradients inside the matrix product."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

@@ -1,16 +1,129 @@
 """Resolves the evaluation sets: where a set says nothing, `defaults` does, then the --eval-* flag, then --rollout-*.
 
 Promises that every `EvalDataset` is complete, so that nobody has to look a value up again. Called once, after parsing.
+
+Reads --eval-config: a YAML or JSON file with `datasets` and `defaults`, in a mapping of its own or under `eval`.
+
+Promises entries whose every key is a field of `EvalDataset` with a value of its type and range; whatever else stands
+in the file is a problem that names it.
+
+How the flags say that rows of prompt data are read: those of training, and those of an evaluation set.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.eval_config import read_eval_config
+from slimrl.arguments.config_file import read_yaml
+from slimrl.arguments.engines import least
+from slimrl.arguments.flag import Bounds, Problem, ended
+from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, EvalDataset
-from slimrl.arguments.problem import Problem
+from slimrl.data.prompt_format import PromptFormat
+
+_FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
+_BOUNDS = {
+    "n_samples_per_eval_prompt": Bounds(at_least=1),
+    "temperature": Bounds(at_least=0),
+    "top_p": Bounds(above=0, at_most=1),
+    "top_k": Bounds(at_least=-1, other_than=0),
+    "max_response_len": Bounds(at_least=1),
+    "max_prompt_len": Bounds(at_least=1),
+    "max_context_len": Bounds(at_least=2),
+    "min_new_tokens": Bounds(at_least=0),
+    "repetition_penalty": Bounds(above=0, at_most=2),
+}
+# keys that slime knows, with what to do instead
+_NOT_SERVED = {
+    "multimodal_keys": "prompts are text in this version; leave it out",
+    "min_eval_samples": "every row is asked n_samples_per_eval_prompt times; give that",
+    "reward_model": "a set is judged by rm_type or custom_rm_path; give one of them",
+    "message_processor": "messages go through the chat template as they are; prepare them in the file",
+    **dict.fromkeys(("app_service", "remote_environment", "eval_task_timeout"), "nothing reads it; leave it out"),
+}
+
+
+def read_eval_config(config_path: str, problems: list[Problem]) -> list[dict[str, Any]]:
+    """The sets of the file, each over the file's defaults; a bad set is left out and becomes a problem."""
+    complaints: list[str] = []
+    try:
+        entries = _entries(read_yaml(Path(config_path)), complaints)
+    except (OSError, ValueError) as error:
+        complaints, entries = [str(error)], []
+    problems += [
+        Problem("--eval-config", ended(f"--eval-config {config_path}: {complaint}")) for complaint in complaints
+    ]
+    return entries
+
+
+def _entries(root: Any, complaints: list[str]) -> list[dict[str, Any]]:
+    root = root.get("eval", root) if isinstance(root, dict) else root
+    if not isinstance(root, dict):
+        raise ValueError("the file must hold a mapping with datasets (and defaults)")
+    for key in sorted(set(root) - {"defaults", "datasets"}, key=str):
+        complaints.append(f"{key!r} means nothing beside datasets and defaults: remove it, or move it under defaults")
+    datasets, defaults = root.get("datasets"), root.get("defaults") or {}
+    if isinstance(datasets, dict):
+        datasets = [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in datasets.items()]
+    if not isinstance(datasets, list) or not datasets:
+        raise ValueError("datasets must list at least one set with name and path")
+    if not isinstance(defaults, dict):
+        raise ValueError("defaults must be a mapping of values for every set")
+    complaints += _complaints(defaults, "defaults")
+    entries = []
+    for number, entry in enumerate(datasets, start=1):
+        if not isinstance(entry, dict) or not {"name", "path"} <= set(entry):
+            complaints.append(f"set {number} must be a mapping with at least name and path")
+        elif found := _complaints(entry, f"set {number} ({entry['name']})"):
+            complaints += found
+        else:
+            entries.append({**{key: value for key, value in defaults.items() if key in _FIELDS}, **entry})
+    return entries
+
+
+def _complaints(values: Mapping[str, Any], where: str) -> list[str]:
+    """What is wrong with a set's keys and values."""
+    complaints = []
+    for key, value in values.items():
+        if key in _NOT_SERVED:
+            complaints.append(f"{where} has {key}, which is not served: {_NOT_SERVED[key]}")
+        elif key not in _FIELDS:
+            nearest = difflib.get_close_matches(str(key), _FIELDS, n=1)
+            guess = f", did you mean {nearest[0]}?" if nearest else ""
+            complaints.append(f"{where} has an unknown key {key!r}{guess}")
+        elif not _has_type(value, _FIELDS[key]):
+            complaints.append(f"{where} has {key} {value!r}, which is not of type {_type_name(_FIELDS[key])}")
+        elif key in _BOUNDS and value is not None:
+            try:
+                _BOUNDS[key].check(value)
+            except ValueError as error:
+                complaints.append(f"{where} has {key} {value}, which {error}")
+    return complaints
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    options = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+    for option in options:
+        kind = typing.get_origin(option) or option
+        if kind is list:
+            item = typing.get_args(option)[0]
+            if isinstance(value, list) and all(_has_type(part, item) for part in value):
+                return True
+        elif kind is float or kind is int:
+            if isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool):
+                return True
+        elif isinstance(value, kind):
+            return True
+    return False
+
+
+def _type_name(hint: Any) -> str:
+    return str(hint) if typing.get_args(hint) else hint.__name__
 
 
 def resolve_eval_datasets(args: Arguments) -> list[Problem]:
@@ -93,3 +206,50 @@ def _entries_of_flag(words: list[str], problems: list[Problem]) -> list[dict[str
         problems.append(Problem("--eval-prompt-data", sentence))
         return []
     return [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]
+
+
+def training_prompt_format(args: Arguments) -> PromptFormat:
+    """How the rows of `--prompt-data` are read."""
+    return PromptFormat(
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        chat_template_kwargs=args.apply_chat_template_kwargs,
+        max_prompt_len=least(args.rollout_max_prompt_len, _engine_limit(args)),
+        refuse_too_long=args.refuse_long_prompts,
+        keep_messages=args.custom_generate_function_path is not None or args.has_own_rollout_function,
+        keep_conversation=args.rm_model is not None,
+        reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
+    )
+
+
+def eval_prompt_format(args: Arguments, dataset: EvalDataset) -> PromptFormat:
+    """How the rows of an evaluation set are read."""
+    return PromptFormat(
+        input_key=dataset.input_key,
+        label_key=dataset.label_key,
+        metadata_key=dataset.metadata_key,
+        tool_key=dataset.tool_key,
+        apply_chat_template=dataset.apply_chat_template,
+        chat_template_kwargs=dataset.apply_chat_template_kwargs,
+        max_prompt_len=least(dataset.max_prompt_len, _engine_limit(args)),
+        refuse_too_long=args.refuse_long_prompts,
+        keep_messages=dataset.custom_generate_function_path is not None,
+        keep_conversation=args.rm_model is not None,
+        reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
+    )
+
+
+def _engine_limit(args: Arguments) -> int | None:
+    """The longest prompt that leaves an engine room for a response; a function of one's own asks as it likes."""
+    if args.engine_context_len is None or args.has_own_rollout_function:
+        return None
+    return args.engine_context_len - 1
+
+
+def _rule(args: Arguments, rm_type: str | None, custom_rm: str | None, custom_generate: str | None) -> str | None:
+    """The built-in reward that compares with the row's label; None where a function of the user's may change either."""
+    own = custom_rm or custom_generate or args.rollout_sample_hook_path or args.debug_train_only
+    return None if own or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION else rm_type

@@ -1,7 +1,13 @@
-"""One flag = one typed dataclass field: this file says how a field declares its flag and how it is read back.
+"""A `Problem`: one thing wrong with a command line, said in one sentence.
+
+One flag = one typed dataclass field: this file says how a field declares its flag and how it is read back.
 
 Promises that a flag's spelling, type, default, help and choices are written in exactly one place; the parser, the
 documentation and the tests all work from the `FlagSpec`s read here. Called by `groups/`, the parser and the docs.
+
+Which layers are of a kind: `2` (every second) or an expression like `[0]*3+[1]*45` (one 0 or 1 per layer).
+
+The expression is read, never run: brackets with whole numbers, each list repeated by `*` and joined by `+`.
 """
 
 from __future__ import annotations
@@ -9,10 +15,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """`flag` is the flag to look at, `sentence` names its value, the rule and the mend."""
+
+    flag: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def ended(text: str) -> str:
+    """`text` with a full stop, unless it ends with a question."""
+    return text if text.endswith("?") else text + "."
+
+
+def report(problems: Sequence[Problem], entry: str) -> str:
+    """Every problem, numbered, as text for a terminal."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"{entry}: {count} with the command line; nothing was started."]
+    lines += [f"  {number}. {problem.sentence}" for number, problem in enumerate(problems, start=1)]
+    return "\n".join(lines)
+
 
 _METADATA_KEY = "flag"
 
@@ -213,3 +245,35 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 _CONVERTERS: dict[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: str, dict: _json_object}
+
+
+_NUMBER = re.compile(r"\d+")
+_EXPRESSION = re.compile(r"\(?(\[[\d,]*\](\*\d+)?(\+\[[\d,]*\](\*\d+)?)*)\)?(\*\d+)?")
+_TERM = re.compile(r"\[([\d,]*)\](?:\*(\d+))?")
+_MAX_LAYERS = 100_000  # far above any model; stops a slip of the finger from filling the memory
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """The number, or the list that the expression describes. Raises ValueError worded for `<flag> <text> ...`."""
+    compact = re.sub(r"\s", "", text)
+    if _NUMBER.fullmatch(compact):
+        if int(compact) == 0:
+            raise ValueError("is too small: it must be at least 1")
+        return int(compact)
+    match = _EXPRESSION.fullmatch(compact)
+    if match is None:
+        raise ValueError("is neither a whole number nor an expression such as [0]*3+[1]*45")
+    pattern: list[int] = []
+    for numbers, times in _TERM.findall(match.group(1)):
+        pattern += _repeated([int(number) for number in numbers.split(",") if number], times)
+    pattern = _repeated(pattern, (match.group(5) or "*1")[1:])
+    if not pattern or set(pattern) - {0, 1}:
+        raise ValueError("is not a list of 0 and 1, one for each layer")
+    return pattern
+
+
+def _repeated(numbers: list[int], times: str) -> list[int]:
+    count = int(times or 1)
+    if len(numbers) * count > _MAX_LAYERS:
+        raise ValueError(f"describes more than {_MAX_LAYERS} layers")
+    return numbers * count

@@ -10,34 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, flag_specs
-from slimrl.arguments.groups.algorithm import AlgorithmArguments
-from slimrl.arguments.groups.attention import AttentionArguments
-from slimrl.arguments.groups.checkpoint import CheckpointArguments
-from slimrl.arguments.groups.cluster import ClusterArguments
-from slimrl.arguments.groups.data import DataArguments
-from slimrl.arguments.groups.debug import DebugArguments
-from slimrl.arguments.groups.distillation import DistillationArguments
-from slimrl.arguments.groups.engine import EngineArguments
-from slimrl.arguments.groups.evaluation import EvalArguments
-from slimrl.arguments.groups.gradients import GradientArguments
-from slimrl.arguments.groups.kernels import KernelArguments
-from slimrl.arguments.groups.logging import LoggingArguments
-from slimrl.arguments.groups.model import ModelArguments
-from slimrl.arguments.groups.moe import MoeArguments
-from slimrl.arguments.groups.multi_token import MultiTokenArguments
-from slimrl.arguments.groups.offload import OffloadArguments
-from slimrl.arguments.groups.optimizer import OptimizerArguments
-from slimrl.arguments.groups.other_models import OtherModelArguments
-from slimrl.arguments.groups.parallel import ParallelArguments
-from slimrl.arguments.groups.positions import PositionArguments
-from slimrl.arguments.groups.precision import PrecisionArguments
-from slimrl.arguments.groups.profiling import ProfilingArguments
-from slimrl.arguments.groups.prometheus import PrometheusArguments
-from slimrl.arguments.groups.reward import RewardArguments
-from slimrl.arguments.groups.rollout import RolloutArguments
-from slimrl.arguments.groups.train_batch import TrainBatchArguments
-from slimrl.arguments.groups.wandb import WandbArguments
-from slimrl.arguments.groups.weight_update import WeightUpdateArguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments, DistillationArguments
+from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
+from slimrl.arguments.flags.cluster import ClusterArguments
+from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
+from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
+from slimrl.arguments.flags.kernels import KernelArguments
+from slimrl.arguments.flags.logging import (
+    DebugArguments,
+    LoggingArguments,
+    ProfilingArguments,
+    PrometheusArguments,
+    WandbArguments,
+)
+from slimrl.arguments.flags.model import ModelArguments, MultiTokenArguments, OtherModelArguments
+from slimrl.arguments.flags.moe import MoeArguments
+from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
+from slimrl.arguments.flags.parallel import GradientArguments, ParallelArguments
+from slimrl.arguments.flags.precision import PrecisionArguments
+from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from slimrl.arguments.config_file import read_config_file
-from slimrl.arguments.derive import derive
-from slimrl.arguments.engine_context import take_context_of_engines
+from slimrl.arguments.derive import derive, take_precision_of_model
+from slimrl.arguments.engines import take_context_of_engines
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
-from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.flag import FlagSpec, Problem, report
 from slimrl.arguments.namespace import Arguments, all_flag_specs
-from slimrl.arguments.parser import ParsedLine, parse_line
-from slimrl.arguments.passthrough import PassthroughTables
-from slimrl.arguments.precision import take_precision_of_model
-from slimrl.arguments.problem import Problem, report
-from slimrl.arguments.rules import Context, check
-from slimrl.arguments.secrets import told
+from slimrl.arguments.parser import ParsedLine, PassthroughTables, parse_line
+from slimrl.arguments.redact import told
+from slimrl.arguments.validation import Context, check
 
 logger = logging.getLogger(__name__)
 

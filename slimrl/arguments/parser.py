@@ -3,26 +3,113 @@
 Promises: exact spellings only, the last occurrence of a flag wins, `--flag value` and `--flag=value` are the same,
 every word that could not be used is reported as a `Problem`, and a guess at what it meant is never taken for a value.
 Nothing here looks at files or at other flags.
+
+Flags that belong to the installed engine or router and only pass through slimrl (`--sglang-<x>`, `--router-<x>`).
+
+Flags that users may still have in their scripts and that have nothing to set: why, and what to use instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from slimrl.arguments.flag import FlagSpec
-from slimrl.arguments.other_words import dotted_setting, other_word
-from slimrl.arguments.passthrough import (
-    PassthroughFlag,
-    PassthroughTables,
-    Spelling,
-    own_spellings,
-    passthrough_spellings,
-)
-from slimrl.arguments.problem import Problem
-from slimrl.arguments.retired import RETIRED_FLAGS
+from slimrl.arguments.flag import FlagSpec, Problem
+from slimrl.arguments.foreign_flags import dotted_setting, other_word
+
+SWITCH_ACTIONS = {"store_true": True, "store_false": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class PassthroughFlag:
+    """What the engine's own parser knows of one flag.
+
+    `nargs`, `type`, `choices` and `action` ("store", "store_true" or "store_false") mean what they mean to argparse.
+    `managed_by` names the slimrl flag or rule that sets this value; then a user who types the flag is told so.
+    """
+
+    dest: str
+    nargs: int | str | None = None
+    type: Callable[[str], Any] | None = None
+    choices: tuple[Any, ...] | None = None
+    action: str = "store"
+    managed_by: str | None = None
+
+    def convert(self, text: str) -> Any:
+        """`text` as a value. Raises ValueError with the half sentence that completes "<flag> <text> ..."."""
+        try:
+            value = text if self.type is None else self.type(text)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"is not a value the engine takes ({error})") from None
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"is not one of {', '.join(map(str, self.choices))}")
+        return value
+
+
+# "sglang" -> a function that lists the engine's flags by their name without "--"
+PassthroughTables = Mapping[str, Callable[[], dict[str, PassthroughFlag]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """What one spelling on the command line means: whose flag it is and, for a switch, the value it sets."""
+
+    target: FlagSpec | PassthroughFlag
+    prefix: str | None  # "sglang" or "router" for a flag that passes through
+    switch_value: bool | None
+
+
+def own_spellings(specs: list[FlagSpec]) -> dict[str, Spelling]:
+    """Every spelling of slimrl's own flags."""
+    table: dict[str, Spelling] = {}
+    for spec in specs:
+        table |= {name: Spelling(spec, None, True if spec.is_switch else None) for name in spec.on}
+        table |= {name: Spelling(spec, None, False) for name in spec.off}
+    return table
+
+
+def passthrough_spellings(prefix: str, flags: dict[str, PassthroughFlag]) -> dict[str, Spelling]:
+    """Every spelling of the flags that pass through under one prefix."""
+    return {
+        f"--{prefix}-{name}": Spelling(passed, prefix, SWITCH_ACTIONS.get(passed.action))
+        for name, passed in flags.items()
+    }
+
+
+RETIRED_FLAGS: dict[str, str] = {
+    "--http-proxy": "slime never read it; leave it out, downloads follow the variable http_proxy",
+    "--log-probs-max-tokens-per-gpu": "slime never read it; use --max-tokens-per-gpu, which holds for both passes",
+    "--min-batch-collection-ratio": "slime never read it; leave it out",
+    "--rollout-buffer-url": "it belongs to an example's own service; use --rollout-function-path",
+    "--fetch-trajectory-retry-times": "it belongs to an example's own service; use --rollout-function-path",
+    "--rollout-task-type": "it belongs to an example's own service; use --rollout-function-path",
+    "--megatron-config-path": "one model is trained; give its flags on the command line or in --custom-config-path",
+    "--megatron-deepgemm-forward-layers": "it needs patched engines; leave it out",
+    "--megatron-deepgemm-forward-modules": "it needs patched engines; leave it out",
+    "--megatron-deepgemm-moe-forward-layers": "it needs patched engines; leave it out",
+    "--megatron-deepgemm-moe-forward-modules": "it needs patched engines; leave it out",
+    "--recompute-loss-function": "log-probabilities are recomputed in pieces; use --log-probs-chunk-size",
+    "--balance-by-flops": "micro-batches are balanced by cost already; use --balance-data",
+    "--use-critic": "slime has no such flag, a critic comes with --advantage-estimator ppo; leave it out",
+    "--recompute-activations": "use --recompute-granularity selective",
+    "--checkpoint-activations": "use --recompute-granularity full with --recompute-method and --recompute-num-layers",
+    "--train-iters": "use --num-rollout or --num-epoch",
+    "--train-samples": "use --num-rollout or --num-epoch",
+    "--use-slime-router": "slimrl starts SGLang's own router; leave it out",
+    "--trust-remote-code": "use --sglang-trust-remote-code, which holds for the tokenizer too",
+    "--tokenizer-type": "the tokenizer is that of --hf-checkpoint; leave it out",
+    "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; leave it out",
+    "--use-mcore-models": "every model is megatron-core's; leave it out",
+    "--use-flash-attn": "use --attention-backend flash",
+    "--no-load-optim-state": "use --no-load-optim",
+    "--model-parallel-size": "use --tensor-model-parallel-size",
+    "--use-dist-ckpt": "every checkpoint is torch_dist; leave it out",
+    "--auto-detect-ckpt-format": "every checkpoint is torch_dist; leave it out",
+    "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
+    "--tokens-per-micro-batch": "use --max-tokens-per-gpu with --use-dynamic-batch-size",
+}
 
 
 @dataclasses.dataclass

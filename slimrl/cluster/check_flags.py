@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Problem, read_args
+from slimrl.arguments.flag import report
 from slimrl.arguments.namespace import all_flag_specs
-from slimrl.arguments.problem import report
 from slimrl.cluster.main import EXIT_REFUSED, passthrough_flags
 
 

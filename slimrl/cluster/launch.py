@@ -1,19 +1,30 @@
 """What the driver decides once for all processes of a run: GPUs or not, environments, NCCL settings.
 
 Promises that every actor is started by the same decision, wherever Ray places it: a rollout manager on a node without
-GPUs still starts servers on GPUs. The decisions themselves are `slimrl.platform.decisions`.
+GPUs still starts servers on GPUs. The decisions themselves are `slimrl.platform.launch_env`.
+
+Where the training ranks find each other: a file on one machine, a port of rank 0 where they lie on several.
+
+torch's store over TCP knows no key and listens on all addresses. The file lies in a folder that only its user may
+enter; the port is bound to the one address that the others need. Used by the ranks' processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
+import tempfile
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.reach import Reach, node_address
-from slimrl.platform.decisions import RunFacts, actor_environment, nccl_cumem, of_driver
-from slimrl.platform.machine import Machine, this_machine
+from slimrl.cluster.network import Reach, node_address
+from slimrl.platform.launch_env import Machine, RunFacts, actor_environment, nccl_cumem, of_driver, this_machine
+
+if TYPE_CHECKING:
+    from torch.distributed import FileStore, TCPStore
+
 
 _ACCELERATOR = "accelerator_type:"  # the start of Ray's resource for a kind of real GPU
 
@@ -96,3 +107,38 @@ def check_driver_sees_gpus(machine: Machine, resources: Mapping[str, float], env
         f' \'{{"ray.io/accelerator-type": "{kinds[0]}"}}\' ...), install a CUDA build of torch there, or set'
         " CUDA_VISIBLE_DEVICES to nothing to train on CPUs on purpose"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Either a file, or host and port."""
+
+    path: str | None = None
+    host: str = ""
+    port: int = 0
+
+
+def open_meeting(
+    host: str | None, world_size: int, timeout: datetime.timedelta
+) -> tuple[Meeting, FileStore | TCPStore]:
+    """For rank 0: `host` is the address that the others reach it at, None where all are on this machine."""
+    if host is None:
+        # goes with the temporary folder of this process
+        meeting = Meeting(path=f"{tempfile.mkdtemp(prefix='meeting-')}/store")
+        return meeting, join_meeting(meeting, world_size, timeout)
+    # Bound here and kept, because a port that was only looked for may be somebody else's a moment later.
+    from slimrl.weights.update.transport_distributed import listening_store
+
+    store = listening_store(host, timeout)
+    return Meeting(host=host, port=store.port), store
+
+
+def join_meeting(meeting: Meeting, world_size: int, timeout: datetime.timedelta) -> FileStore | TCPStore:
+    """For the other ranks."""
+    from torch.distributed import FileStore, TCPStore
+
+    if meeting.path is None:
+        return TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+    store = FileStore(meeting.path, world_size)
+    store.set_timeout(timeout)
+    return store

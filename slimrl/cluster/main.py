@@ -1,9 +1,13 @@
-"""What both entry points share: parse, run the loop, end with one clear message and a true exit code."""
+"""What both entry points share: parse, run the loop, end with one clear message and a true exit code.
+
+What Ray and torch read from the environment when they are imported. Imports nothing heavy: call it before them.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,13 +15,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
-from slimrl.arguments.secrets import without_secrets
-from slimrl.cluster.ray_environment import prepare_ray_environment
-from slimrl.processes.command_line import show_as
+from slimrl.arguments.redact import show_as, without_secrets
+from slimrl.processes.folders import kernel_cache
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
     from slimrl.cluster.run import Run
+
+
+ON_LOOPBACK = {
+    # Ray's nodes of one machine: it would listen on all addresses, and take one of loopback for a mistake
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # its own figures about the machine: the ports for them ask for no token, and nobody reads them
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def prepare_ray_environment() -> None:
+    """Gives a local cluster an access token of its own, which Ray would otherwise write into the home folder, and lets
+    it listen on loopback alone.
+
+    Inside a cluster (RAY_ADDRESS is set), or where the user chose otherwise, nothing of that is changed. Compiled
+    kernels of this process, and of all below it, go into a folder of this user's alone (`kernel_cache`).
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        for name, value in ON_LOOPBACK.items():
+            os.environ.setdefault(name, value)
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.update(kernel_cache(os.environ))
+
 
 logger = logging.getLogger("slimrl")
 
@@ -61,7 +92,7 @@ class _Interrupts:
 
 def passthrough_flags() -> dict[str, Callable]:
     """The `--sglang-*` and `--router-*` flags of the installed packages, read only when one is used."""
-    from slimrl.sglang.flags import router_flags, server_flags
+    from slimrl.engines.sglang.server_args import router_flags, server_flags
 
     return {"sglang": server_flags, "router": router_flags}
 
@@ -77,7 +108,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
         return dry_run(args, entry)
     code = _run(args, loop)
-    from slimrl.observability.verdict import last_words
+    from slimrl.observability.final_message import last_words
 
     logger.info("%s", last_words(args.run_dir, os.getpid()))
     return code
@@ -85,23 +116,23 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
 def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.launch import DriverWithoutGpuError
+    from slimrl.cluster.ray_session import SlotsMissingError
     from slimrl.cluster.run import open_run
-    from slimrl.cluster.session import SlotsMissingError
-    from slimrl.cluster.supervise import ProcessDiedError
-    from slimrl.cluster.train_worker import RankFailedError
+    from slimrl.cluster.supervisor import ProcessDiedError
+    from slimrl.cluster.training.train_group import RankFailedError
     from slimrl.cluster.watchdog import WaitedTooLongError
     from slimrl.data.watched_file import ChangedDataError
+    from slimrl.engines.protocol import EngineError
     from slimrl.hooks import HookFailedError
-    from slimrl.observability.logs import setup_logging
-    from slimrl.observability.prometheus import PrometheusError
-    from slimrl.observability.run_checks import RunCheckError
-    from slimrl.observability.run_folder import make_private
+    from slimrl.observability.ci_checks import RunCheckError
+    from slimrl.observability.metrics.prometheus import PrometheusError
+    from slimrl.observability.run_log import make_private
+    from slimrl.observability.terminal import setup_logging
     from slimrl.processes import ProcessStartError
-    from slimrl.processes.folder_lock import FolderInUseError
-    from slimrl.rollout.failures import SampleError
-    from slimrl.rollout.rm_hub.failures import NoVerdictsError
-    from slimrl.sglang.errors import EngineError
-    from slimrl.weights.servers import WeightSyncError
+    from slimrl.processes.folders import FolderInUseError
+    from slimrl.rollout.generation.sample_generator import SampleError
+    from slimrl.rollout.rm_hub.scorer import NoVerdictsError
+    from slimrl.weights.update.engine_control import WeightSyncError
 
     open_to_others = make_private(Path(args.run_dir))
     setup_logging(args.log_level, args.run_dir)

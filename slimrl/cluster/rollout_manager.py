@@ -14,42 +14,36 @@ from typing import Any
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import process_log, working_folder
-from slimrl.cluster.event_loop import LoopWatch
-from slimrl.cluster.fleet import Fleet
-from slimrl.cluster.health_monitor import HealthFlags
+from slimrl.cluster import ray_session
+from slimrl.cluster.engines.engine_group import Fleet
+from slimrl.cluster.engines.engine_recovery import KEEP_TRYING_S, Recovery
+from slimrl.cluster.engines.health_monitor import HealthFlags, states_of
+from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.recovery import KEEP_TRYING_S, Recovery
-from slimrl.cluster.replay import recorded_groups
-from slimrl.cluster.reward_server import RewardServers
-from slimrl.cluster.server_states import states_of
-from slimrl.cluster.slots import Slots
-from slimrl.cluster.whereabouts import GenerationWhere
-from slimrl.data.packing import schedule_batch
+from slimrl.cluster.placement import Slots
+from slimrl.cluster.watchdog import GenerationWhere
 from slimrl.data.sample import Sample
+from slimrl.data.train_batch import schedule_batch
+from slimrl.engines.sglang.auth import key_of
+from slimrl.engines.sglang.client import KEEP_TRYING_S as KEEP_TRYING_WITHOUT_RECOVERY_S
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.engines.sglang.control import ServerControl, load_of
+from slimrl.engines.sglang.engine_memory import EngineMemory
 from slimrl.hooks import contain_tasks
-from slimrl.observability import dump
-from slimrl.observability.timeline_recorder import Timeline
-from slimrl.processes.memory import resident_gib
-from slimrl.processes.optional_files import OptionalFiles
-from slimrl.rollout import drawn, garbage
-from slimrl.rollout.all_metrics import all_metrics
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.output import RolloutOutput
-from slimrl.rollout.own_data_source import open_data_source
-from slimrl.rollout.own_logs import reported_metrics, reported_scalars
-from slimrl.rollout.rewards import rewards_of
-from slimrl.rollout.rm_hub.failures import require_verdicts
-from slimrl.rollout.sample_trace import SampleTrace
-from slimrl.rollout.sglang_rollout import rollout_without_engines
-from slimrl.rollout.staleness import staleness_metrics
-from slimrl.rollout.train_data import training_batch
-from slimrl.sglang.access import key_of
-from slimrl.sglang.client import KEEP_TRYING_S as KEEP_TRYING_WITHOUT_RECOVERY_S
-from slimrl.sglang.client import RouterClient
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.loads import load_of
-from slimrl.sglang.memory import EngineMemory
+from slimrl.observability import rollout_dump
+from slimrl.observability.tracer import Timeline
+from slimrl.processes.best_effort_files import OptionalFiles
+from slimrl.processes.process_info import resident_gib
+from slimrl.rollout import async_utils
+from slimrl.rollout.asynchronous import inflight_state
+from slimrl.rollout.asynchronous.staleness import staleness_metrics
+from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.rollout.dataset.custom_data_source import open_data_source, recorded_groups
+from slimrl.rollout.generation.sample_tracker import LoopWatch, SampleTrace
+from slimrl.rollout.rm_hub.scorer import require_verdicts
+from slimrl.rollout.rollout_function import RolloutOutput, reported_metrics, reported_scalars, rollout_without_engines
+from slimrl.rollout.rollout_generator import RolloutGenerator
+from slimrl.rollout.rollout_metrics import all_metrics
 
 LOADS_TIMEOUT_S = 2.0
 LOOP_INTERVAL_S = 1.0
@@ -105,8 +99,8 @@ class RolloutManager:
     """
 
     def __init__(self, args: Arguments, data_parallel_size: int, log_path: Path, folder: Path) -> None:
-        working_folder.enter(folder)
-        process_log.redirect_to(log_path, args.log_level)
+        ray_session.enter(folder)
+        ray_session.redirect_to(log_path, args.log_level)
         self._args = args
         self._timeline = Timeline.open(args, "rollout manager")
         self._dumps = OptionalFiles(f"the rollout dump {args.save_debug_rollout_data}")
@@ -126,7 +120,7 @@ class RolloutManager:
 
     async def start(self, slots: Slots | None, launch: Launch) -> list[Any]:
         """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
-        garbage.expect_many_samples()
+        async_utils.expect_many_samples()
         self._loop = LoopWatch()
         contain_tasks(asyncio.get_running_loop())
         if slots is None:
@@ -211,7 +205,7 @@ class RolloutManager:
     async def load_data_state(self, state: dict[str, Any]) -> None:
         """Continues the data source where a checkpoint left it."""
         stream = self._generator.continuous if self._generator is not None else None
-        finished = drawn.restore(self._data_source, state, keeps_finished=stream is not None)
+        finished = inflight_state.restore(self._data_source, state, keeps_finished=stream is not None)
         if stream is not None:
             stream.restore(finished)
 
@@ -273,7 +267,7 @@ class RolloutManager:
         """
         self._memory.require(f"generating rollout {rollout_id}")
         endless = self._generator is not None and self._generator.continuous is not None
-        garbage.collect_between_rollouts(samples_are_held=endless)
+        async_utils.collect_between_rollouts(samples_are_held=endless)
         if self._recovery is not None:
             self._recovery.generation_begins()
         with self._timeline.span("generate", rollout=rollout_id):
@@ -360,7 +354,7 @@ class RolloutManager:
     ) -> None:
         template = self._args.save_debug_rollout_data
         if template:
-            write = functools.partial(dump.save_rollout, template, rollout_id, samples, metrics=metrics)
+            write = functools.partial(rollout_dump.save_rollout, template, rollout_id, samples, metrics=metrics)
             limit = self._args.save_debug_rollout_limit
             self._dumps.attempt(lambda: write(evaluation=evaluation, reward_keys=reward_keys, limit=limit))
 

@@ -13,32 +13,30 @@ from pathlib import Path
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.plan.checkpoints import start_of
-from slimrl.cluster.early_end import ManagerEnd
-from slimrl.cluster.joining import Joining
+from slimrl.arguments.checkpoints import start_of
+from slimrl.cluster.colocate import Turns
+from slimrl.cluster.engine_resync import Joining
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.manager_calls import EngineMemory, of_manager, of_servers
-from slimrl.cluster.node_watch import watching
-from slimrl.cluster.reach import reach_of
+from slimrl.cluster.network import reach_of
+from slimrl.cluster.placement import SlotPlan, Slots, plan_slots
+from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
-from slimrl.cluster.session import ray_session
-from slimrl.cluster.slots import SlotPlan, Slots, plan_slots
-from slimrl.cluster.supervise import Supervisor
-from slimrl.cluster.train_group import TrainGroup
-from slimrl.cluster.turns import Turns
+from slimrl.cluster.rollout_manager_proxy import EngineMemory, ManagerEnd, of_manager, of_servers
+from slimrl.cluster.supervisor import Supervisor, watching
+from slimrl.cluster.training.train_group import TrainGroup
 from slimrl.cluster.watchdog import Patience, answers
-from slimrl.observability.progress import ProgressBar
-from slimrl.observability.prometheus import scrape_targets
-from slimrl.observability.run_checks import RunCheckError, RunChecks
+from slimrl.engines.sglang.auth import with_key
+from slimrl.engines.sglang.external_server_check import check_somebody_listens
+from slimrl.observability.ci_checks import RunCheckError, RunChecks
+from slimrl.observability.metrics.prometheus import scrape_targets
 from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.summary import package_versions
+from slimrl.observability.terminal import ProgressBar
 from slimrl.observability.timeline import merge_at_end
-from slimrl.observability.timeline_recorder import Timeline
-from slimrl.observability.versions import package_versions
-from slimrl.processes.folder_lock import only_run_in
-from slimrl.processes.memory import resident_gib
-from slimrl.sglang.access import with_key
-from slimrl.sglang.external import check_somebody_listens
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.observability.tracer import Timeline
+from slimrl.processes.folders import only_run_in
+from slimrl.processes.process_info import resident_gib
+from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
 

@@ -2,17 +2,21 @@
 
 What takes more than a comparison is judged in a process of its own with a time limit, and waited for; where there is no
 verdict the answer counts as wrong. `async_rm` does the same without blocking the other samples.
+
+slime's helpers for metrics, by slimrl's definitions (docs/metrics.md).
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimrl.compatibility.background import run
+from slimrl.compatibility.rollout_helpers import run
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import builtin, overlap
+from slimrl.rollout.metrics import PASS_REWARD, mean, pass_at_k
+from slimrl.rollout.rm_hub import registry, rule_graders
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 
 _TAIL_CHARS = 300
@@ -47,9 +51,9 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
     """F1, precision and recall of the words shared with the truth."""
-    if prediction is None or (score := overlap.f1(prediction, ground_truth)) == 0:
+    if prediction is None or (score := rule_graders.f1(prediction, ground_truth)) == 0:
         return 0.0, 0.0, 0.0
-    words, expected = overlap.normalized(prediction), overlap.normalized(ground_truth)
+    words, expected = rule_graders.normalized(prediction), rule_graders.normalized(ground_truth)
     shared = sum((Counter(words) & Counter(expected)).values())
     return score, shared / max(len(words), 1), shared / max(len(expected), 1)
 
@@ -62,12 +66,35 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
 def _graded(rm_type: str, response: str, label: Any, metadata: dict[str, Any] | None = None) -> Any:
     sample = Sample(response=response, label=label, metadata=dict(metadata or {}))
     try:
-        return run(builtin.grade(rm_type, sample, _graders()))
+        return run(registry.grade(rm_type, sample, _graders()))
     except GraderFailure:
-        return builtin.wrong(rm_type)
+        return registry.wrong(rm_type)
 
 
 @functools.cache
 def _graders() -> GraderPool:
     """One grader, which ends with this process."""
     return GraderPool(size=1)
+
+
+def dict_add_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The same with `prefix` before each name."""
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def compute_pass_rate(
+    flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
+) -> dict[str, float]:
+    """`pass@k` for k = 1, 2, 4, ... up to `group_size`, the mean over groups end to end; {} for groups of one.
+
+    Raises ValueError where the rewards are no `num_groups` groups.
+    """
+    count = len(flat_rewards) // group_size if num_groups is None else num_groups
+    if len(flat_rewards) != count * group_size:
+        raise ValueError(f"{len(flat_rewards)} rewards are not {count} groups of {group_size}")
+    if group_size == 1 or not count:
+        return {}
+    groups = [flat_rewards[start : start + group_size] for start in range(0, len(flat_rewards), group_size)]
+    passed = [sum(reward >= PASS_REWARD for reward in group) for group in groups]
+    ks = [1 << power for power in range(group_size.bit_length())]
+    return {f"pass@{k}": mean([pass_at_k(group_size, one, k) for one in passed]) for k in ks}

@@ -1,6 +1,6 @@
 """Which of slime's modules and names a user's module may import here, and what each leads to.
 
-One row per name. `slimrl.hooks.slime_names` makes modules of them where no slime is installed;
+One row per name. `slimrl.hooks.slime_imports` makes modules of them where no slime is installed;
 docs/coming-from-slime.md shows the table, printed by `python -m slimrl.compatibility.slime`.
 """
 
@@ -103,7 +103,7 @@ OFFERS = (
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "extract_answer",
-        "slimrl.rollout.rm_hub.boxed:last_boxed",
+        "slimrl.rollout.rm_hub.rule_graders:last_boxed",
         "a box that is never closed is none",
     ),
     Offer(
@@ -138,7 +138,7 @@ OFFERS = (
         Offer(
             "slime.rollout.data_source",
             name,
-            f"slimrl.rollout.data_source:{name}",
+            f"slimrl.rollout.dataset.data_source:{name}",
             "is made of `args` and `tokenizer`; keeps its place by `state_dict` ([hooks.md](hooks.md))",
         )
         for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
@@ -234,13 +234,13 @@ OFFERS = (
 
 # what modules of slime's examples import besides, with what to do instead: modules, or names of the modules above
 INSTEAD = {
-    "slime.agent": "slimrl.rollout.turns.converse lets a model and a tool take turns (docs/hooks.md)",
+    "slime.agent": "slimrl.rollout.generation.multi_turn.converse lets a model and a tool take turns (docs/hooks.md)",
     "slime.backends.megatron_utils.loss": "batch.scores(logits) gives log-probabilities and entropy (docs/hooks.md)",
     "slime.backends.sglang_utils": "functions of yours are given the keyword argument engine (docs/hooks.md)",
     "slime.ray": "functions of yours are given what they need as arguments (docs/hooks.md)",
     "slime.rollout.filter_hub.base_types.MetricGatherer": "a filter's reason is counted by itself (docs/metrics.md)",
     "slime.rollout.sft_rollout": "--rollout-function-path slime.rollout.sft_rollout.generate_rollout, or its parts in"
-    " slimrl.data.loss_mask",
+    " slimrl.rollout.sft_rollout",
     "slime.rollout.sglang_rollout.abort": "a full rollout stops what is on its way by itself",
     "slime.rollout.sglang_rollout.eval_rollout": "take the keyword argument generator and call"
     " generator.evaluation(rollout_id)",
@@ -252,7 +252,7 @@ INSTEAD = {
     " generator.rollout(rollout_id, data_source)",
     "slime.router": "the router is SGLang's own; tokens come with each answer",
     "slime.utils.arguments": "the flags are in docs/flags.md, settings of your own in args.custom",
-    "slime.utils.data": "slimrl.rollout.data_source draws prompts, slimrl.data.readers reads files",
+    "slime.utils.data": "slimrl.rollout.dataset.data_source draws prompts, slimrl.data.readers reads files",
     "slime.utils.http_utils.init_http_client": "post needs no preparation: leave it out",
     "slime.utils.logging_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",
     "slime.utils.ppo_utils.get_advantages_and_returns": "there is no critic",

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from typing import Any
 
-from slimrl.data.bad_row import BadRow, Row
+from slimrl.data.readers import BadRow, Row
 
 TOOLS_KEY = "tools"
 MESSAGES_KEY = "prompt_messages"

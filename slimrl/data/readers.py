@@ -2,6 +2,17 @@
 
 Promises that a row is read when it is asked for, that a bad one comes as a `BadRow` and never goes missing, and that
 every row has an address (`file:line`). Called where prompts are made of rows.
+
+JSON lines by index: where each line starts is found once, and a row is read and parsed when it is asked for.
+
+Eight bytes of memory per row, whatever its length. Called by `slimrl.data.readers`.
+
+Parquet by index: row groups are decoded when a row of theirs is asked for, and the latest are kept.
+
+Memory stays within a budget of decoded row groups, or one group where that alone is larger. Called by
+`slimrl.data.readers`.
+
+What stands in the place of a row that cannot be used, and how such rows are told.
 """
 
 from __future__ import annotations
@@ -10,17 +21,151 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
+import json
+import logging
+import re
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from slimrl.data.bad_row import Row
-from slimrl.data.data_path import DataPath, files_of
-from slimrl.data.jsonl import JsonlFile
+import numpy as np
+import orjson
+import pyarrow.parquet
+
+from slimrl.data.dataset_spec import DataPath, files_of
+from slimrl.data.watched_file import CHUNK, WatchedFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slimrl.data.parquet import ParquetFile
+
+_MAX_LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be read; `reason` completes "<file>:<line>: ..."."""
+
+    reason: str
+
+
+Row = dict[str, Any] | BadRow
+
+
+class BadRowsError(ValueError):
+    """More rows of a data set are bad than are allowed."""
+
+
+def bad_rows_error(source: str, bad: Sequence[str], allowed: int, mend: str) -> BadRowsError:
+    """The error over `bad`, one `<file>:<line>: <reason>` each, the first twenty in full."""
+    more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
+    count = "1 bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
+    limit = f" ({allowed} allowed)" if allowed else ""
+    return BadRowsError("\n  ".join([f"{count} in {source}{limit}: {mend}", *bad[:_MAX_LISTED], *more]))
+
+
+_CHUNK = CHUNK
+_BLOCK = 4 << 20  # bytes that are parsed at a time
+_LONG_INTEGER = re.compile(rb"\d{19}")
+_NEWLINE = ord("\n")
+_BLANK = np.isin(np.arange(256), np.frombuffer(b" \t\r\n\x0b\x0c", dtype=np.uint8))
+
+
+class JsonlFile:
+    """The rows of one `.jsonl` file; blank lines are not rows. Holds the file open, so that it cannot be swapped."""
+
+    columns: frozenset[str] | None = None  # each row has its own
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = WatchedFile(path)
+        starts, suspects = self._scan()
+        blank = np.array([line for line in suspects.tolist() if not self._line(starts, line).strip()], dtype=np.int64)
+        self._starts = np.delete(starts, blank) if len(blank) else starts
+        # number of rows before each blank line: what a row's number lacks to its line's
+        self._rows_before_blank = blank - np.arange(len(blank))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def where(self, row: int) -> str:
+        """`file:line`, lines counted from 1."""
+        return f"{self._path}:{self._number_of_line(row)}"
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """These rows, in this order, bad ones as BadRow. Raises ChangedDataError at a row that is not as it was."""
+        read = [_parse(self._line(self._starts, row), exact=True) for row in rows]
+        if not self._file.is_untouched():
+            for row in rows:
+                self._file.compare(int(self._starts[row]), self._end(self._starts, row), self.where(row))
+        return read
+
+    def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
+        """Rows start to end-1 in order, some megabytes at a time; `digest` takes their bytes.
+
+        Numbers of more than 64 bits come as floats here. Raises ChangedDataError where the file is not as it was.
+        """
+        first = start
+        while first < end:
+            offset = int(self._starts[first])
+            last = min(max(int(np.searchsorted(self._starts, offset + _BLOCK)), first + 1), end)
+            bounds = [*self._starts[first:last].tolist(), self._end(self._starts, last - 1)]
+            block = memoryview(self._file.read(offset, bounds[-1]))
+            if not self._file.is_untouched():
+                self._file.compare(offset, bounds[-1], f"{self.where(first)} to {self._number_of_line(last - 1)}")
+            digest.update(block)
+            yield [_parse(block[a - offset : b - offset]) for a, b in itertools.pairwise(bounds)]
+            first = last
+
+    def _number_of_line(self, row: int) -> int:
+        return row + 1 + int(np.searchsorted(self._rows_before_blank, row, side="right"))
+
+    def _line(self, starts: np.ndarray, line: int) -> bytes:
+        return self._file.read(int(starts[line]), self._end(starts, line))
+
+    def _end(self, starts: np.ndarray, line: int) -> int:
+        """Where the next row starts: blank lines between are whitespace to a JSON parser."""
+        return int(starts[line + 1]) if line + 1 < len(starts) else self._file.size
+
+    def _scan(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each line starts (bytes), and the numbers of the lines whose first character is white."""
+        chunk = bytearray(_CHUNK)
+        view = np.frombuffer(chunk, dtype=np.uint8)
+        starts, suspects = [], []
+        offset, lines, fresh = 0, 0, True
+        for number in itertools.count():
+            count = self._file.read_next(chunk)
+            if not count:
+                break
+            self._file.add_chunk(number, memoryview(chunk)[:count])
+            after = np.flatnonzero(view[:count] == _NEWLINE) + 1
+            ended = len(after) > 0 and after[-1] == count
+            begins = np.concatenate(([0], after)) if fresh else after
+            begins = begins[:-1] if ended else begins
+            suspects.append(np.flatnonzero(_BLANK[view[begins]]) + lines)
+            starts.append(begins + offset)
+            lines += len(begins)
+            # a chunk without any line end goes on with the line it is in
+            fresh = ended
+            offset += count
+        if not starts:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return np.concatenate(starts).astype(np.int64, copy=False), np.concatenate(suspects)
+
+
+def _parse(line: bytes | memoryview, *, exact: bool = False) -> Row:
+    try:
+        row: Any = orjson.loads(line)
+        if exact and _LONG_INTEGER.search(line):
+            # orjson turns integers of more than 64 bits into floats; it still has to accept the line, because the
+            # standard library alone would let NaN pass
+            row = json.loads(line)
+    except ValueError as error:
+        return BadRow(f"not valid JSON: {error}")
+    if not isinstance(row, dict):
+        return BadRow(f"a row must be a JSON object, this one is {type(row).__name__}")
+    return row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +260,93 @@ def _open(path: Path, columns: Sequence[str] | None) -> JsonlFile | ParquetFile:
     if path.suffix == ".jsonl":
         return JsonlFile(path)
     # imported here: it takes 50 MB, and most data is JSON lines
-    from slimrl.data.parquet import ParquetFile
 
     return ParquetFile(path, columns)
+
+
+logger = logging.getLogger(__name__)
+
+_BUDGET = 64 << 20  # bytes of decoded row groups that are kept
+_BLOCK_ROWS = 1024
+
+
+class ParquetFile:
+    """The rows of one `.parquet` file, of which only `columns` are read (all where None)."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
+        self._path = path
+        self._watched = WatchedFile(path)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(self._watched.own_path)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"data file {path} is not a Parquet file: {error}") from error
+        self.columns = frozenset(self._file.schema_arrow.names)
+        self._wanted = [name for name in self._file.schema_arrow.names if columns is None or name in columns]
+        footer = self._file.metadata
+        counts = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+        self._ends = list(itertools.accumulate(counts))
+        self._decoded: OrderedDict[int, pyarrow.Table] = OrderedDict()
+        largest = max((footer.row_group(group).total_byte_size for group in range(footer.num_row_groups)), default=0)
+        if largest > _BUDGET and footer.num_row_groups > 1:
+            logger.warning(
+                "%s has row groups of up to %d MB, each decoded whole for one row: rewrite it with"
+                " pyarrow.parquet.write_table(..., row_group_size=1000), or as .jsonl",
+                path,
+                largest >> 20,
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def where(self, row: int) -> str:
+        """`file: row n`, rows counted from 1 as lines are."""
+        return f"{self._path}: row {row + 1}"
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """These rows, in this order; a row group is decoded at most once per call.
+
+        Raises ChangedDataError where the file was written over before a row group was decoded.
+        """
+        by_group: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            by_group.setdefault(bisect.bisect_right(self._ends, row), []).append(place)
+        read: list[Row] = [{}] * len(rows)
+        for group, places in by_group.items():
+            first = self._ends[group - 1] if group else 0
+            taken = self._group(group).take([rows[place] - first for place in places])
+            for place, row in zip(places, taken.to_pylist(), strict=True):
+                read[place] = row
+        return read
+
+    def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
+        """Rows start to end-1 in order, some thousands at a time; `digest` takes the file's bytes and the bounds."""
+        for number, offset in enumerate(range(0, self._watched.size, CHUNK)):
+            chunk = self._watched.read(offset, min(offset + CHUNK, self._watched.size))
+            self._watched.add_chunk(number, chunk)
+            digest.update(chunk)
+        digest.update(f"{start}:{end}".encode())
+        # a reader of its own: this one may run beside `read`, in another thread
+        file, first = pyarrow.parquet.ParquetFile(self._watched.own_path), 0
+        for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=self._wanted, use_threads=False):
+            low, high = max(start - first, 0), min(end - first, batch.num_rows)
+            if low < high:
+                yield batch.slice(low, high - low).to_pylist()
+            first += batch.num_rows
+
+    def _group(self, group: int) -> pyarrow.Table:
+        if group in self._decoded:
+            self._decoded.move_to_end(group)
+            return self._decoded[group]
+        first = self._ends[group - 1] if group else 0
+        rows = f"row {first + 1} to {self._ends[group]}"
+        try:
+            table = self._file.read_row_group(group, columns=self._wanted, use_threads=False)
+        except (OSError, pyarrow.ArrowInvalid):
+            self._watched.compare(0, self._watched.size, rows)  # other bytes are rarely Parquet
+            raise
+        if not self._watched.is_untouched():
+            self._watched.compare(0, self._watched.size, rows)
+        self._decoded[group] = table
+        while len(self._decoded) > 1 and sum(kept.nbytes for kept in self._decoded.values()) > _BUDGET:
+            self._decoded.popitem(last=False)
+        return table

@@ -4,9 +4,23 @@
 checks them, `calling` names those that fail.
 """
 
-from slimrl.hooks.calling import contain_tasks, described, in_hook, named, naming, naming_calls, own_lines
-from slimrl.hooks.contract import Hook, HookError, HookExitError, HookFailedError
-from slimrl.hooks.of_rollouts import (
+from slimrl.hooks.base import Hook, HookError, HookExitError, HookFailedError
+from slimrl.hooks.loader import (
+    accepted,
+    accepts_keyword,
+    contain_tasks,
+    described,
+    expectation,
+    in_hook,
+    named,
+    naming,
+    naming_calls,
+    own_lines,
+    own_path,
+    resolve,
+    resolve_data_source,
+)
+from slimrl.hooks.rollout_hooks import (
     AllSamplesProcess,
     BufferFilter,
     ConvertSamples,
@@ -23,7 +37,7 @@ from slimrl.hooks.of_rollouts import (
     SampleFilter,
     SampleHook,
 )
-from slimrl.hooks.of_training import (
+from slimrl.hooks.train_hooks import (
     BeforeLogProb,
     BeforeTrainStep,
     CustomAdvantage,
@@ -36,14 +50,6 @@ from slimrl.hooks.of_training import (
     PgLossReducer,
     RolloutDataPostprocess,
     UpdateWeightPostWrite,
-)
-from slimrl.hooks.resolving import (
-    accepted,
-    accepts_keyword,
-    expectation,
-    own_path,
-    resolve,
-    resolve_data_source,
 )
 
 __all__ = [

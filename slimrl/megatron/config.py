@@ -19,7 +19,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.installed import apex_installed, transformer_engine_installed
+from slimrl.arguments.derive import apex_installed, transformer_engine_installed
 from slimrl.platform import is_cpu
 
 

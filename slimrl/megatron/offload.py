@@ -6,16 +6,33 @@ and that nothing is used while it is not there. Called by the trainer.
 
 megatron-core's own calls are not used: they move the optimizer's tensors one by one, so that float32 shards end as
 copies of weights which they were views of, and move weights only where the optimizer is distributed.
+
+The device memory of NCCL communicators, given back while a training rank sleeps.
+
+A communicator keeps buffers on its GPU for as long as it lives: hundreds of MiB for each group of ranks. NCCL 2.29.7
+and later can suspend one, which keeps its identity and its connections, so that nothing that holds the group has to
+learn of a new one; torch offers that as a method of the backend. Whether that is done is a decision of
+`slimrl.platform.launch_env`; where it is not, the log says why. Gloo holds sockets and host memory: there is nothing to
+give back. Called by `offload`.
+
+Host memory for what leaves a device, page-locked where it can be.
+
+Owns the cutting of that memory. Promises that no more of it is taken than was asked for and one chunk: the allocator of
+page-locked memory rounds each request up to a power of two, so that a buffer for each tensor takes up to twice its
+size. Used by the parking of training memory and by the reference model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -23,9 +40,156 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.communicators import Communicators, open_communicators
-from slimrl.megatron.pinned_memory import HostMemory
-from slimrl.megatron.rotary import drop_frequencies
+from slimrl.megatron.model.rotary import drop_frequencies
+from slimrl.platform.launch_env import keeps_communicators, this_machine
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """What this needs of `torch.distributed`'s backends; both calls are collective over the backend's ranks."""
+
+    def _is_initialized(self) -> bool: ...
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Communicators:
+    """The communicators of one rank, in an order that is the same on all ranks that share them."""
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        self._backends = list(backends)
+        self._suspended: list[Backend] = []
+
+    def suspend(self) -> None:
+        """Gives their device memory back; no collective may run until `resume`. Collective over all ranks.
+
+        A communicator is made by the first collective of its group, on all of the group's ranks: a group without one
+        has nothing to give, and asking it would fail.
+        """
+        self._suspended = [backend for backend in self._backends if backend._is_initialized()]
+        for backend in self._suspended:
+            backend.suspend()
+
+    def resume(self) -> None:
+        """Takes the memory of those suspended again. Collective over all ranks."""
+        for backend in self._suspended:
+            backend.resume()
+        self._suspended = []
+
+
+def open_communicators(device: torch.device, *, suspends: bool, paired_stages: bool) -> Communicators:
+    """Every NCCL communicator of Megatron's groups that is to be suspended with the rank; none on the CPU.
+
+    `suspends` is --offload-train-nccl; with `paired_stages` virtual pipeline stages exchange in pairs.
+    """
+    if device.type != "cuda":
+        return Communicators([])
+    why = keeps_communicators(this_machine(), os.environ, suspends=suspends, paired_stages=paired_stages)
+    if why is not None:
+        logger.warning("the memory of NCCL communicators stays on the device while training is offloaded: %s", why)
+        return Communicators([])
+    return Communicators(distinct_backends(_groups(), device))
+
+
+def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Backend]:
+    """The backend of each group for `device`, each once; groups of one rank have no connections and are left out."""
+    found: dict[int, Backend] = {}
+    for group in groups:
+        if group.size() > 1:
+            backend = group._get_backend(device)
+            found[id(backend)] = backend
+    return list(found.values())
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Megatron's own list, in the order in which the groups were made, which no rank can change."""
+    made = parallel_state._global_process_group_list or []
+    return [dist.group.WORLD if group is None else group for group in made]
+
+
+CHUNK_BYTES = 64 * 1024**2  # a power of two
+_ALIGNMENT = 64  # bytes: any element of any dtype, and a line of the processor's cache
+
+
+class HostMemory:
+    """Memory in chunks of `CHUNK_BYTES`, handed out from front to back; pieces of several tensors share a chunk."""
+
+    def __init__(self, *, page_locked: bool, allocate: Callable[[int], Tensor] | None = None) -> None:
+        """`allocate` gives uint8 [bytes]; torch's own allocator without it."""
+        self._page_locked = page_locked
+        self._allocate = allocate or self._new_chunk
+        self._chunks: list[Tensor] = []
+        self._taken = 0  # bytes from the begin of the first chunk
+
+    @property
+    def nbytes(self) -> int:
+        """What is held, in use or not."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def take(self, size: int) -> list[Tensor]:
+        """Pieces, uint8 each, that have `size` bytes together; none is cut within an element."""
+        pieces = []
+        while size:
+            number, start = divmod(self._taken, CHUNK_BYTES)
+            if number == len(self._chunks):
+                self._chunks.append(self._allocate(CHUNK_BYTES))
+            length = min(size, CHUNK_BYTES - start)
+            pieces.append(self._chunks[number][start : start + length])
+            self._taken += -(-length // _ALIGNMENT) * _ALIGNMENT
+            size -= length
+        return pieces
+
+    def free(self) -> None:
+        """Every piece may be handed out again. Page-locked chunks take long to get and are kept, others are not."""
+        self._taken = 0
+        if not self._page_locked:
+            self._chunks = []
+
+    def _new_chunk(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._page_locked)
+
+
+class HostCopy:
+    """The values of a list of tensors in host memory; whoever calls gives the same list each time."""
+
+    def __init__(self, tensors: Iterable[Tensor], memory: HostMemory) -> None:
+        """Room only; `save` puts values there."""
+        self._pieces = [memory.take(tensor.numel() * tensor.element_size()) for tensor in tensors]
+
+    @torch.no_grad()
+    def save(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the tensors' values here; from a GPU that is done when the device is synchronised."""
+        for tensor, pieces in zip(tensors, self._pieces, strict=True):
+            for source, piece in zip(_cut(_flat(tensor), pieces), pieces, strict=True):
+                piece.copy_(source, non_blocking=True)
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the values into the tensors, which keep their memory."""
+        for number, tensor in enumerate(tensors):
+            self.read(number, tensor)
+
+    @torch.no_grad()
+    def read(self, number: int, tensor: Tensor) -> None:
+        """Copies the values of the tensor with this number into `tensor`, of the same shape and dtype."""
+        flat = _flat(tensor)
+        for target, piece in zip(_cut(flat, self._pieces[number]), self._pieces[number], strict=True):
+            target.copy_(piece, non_blocking=True)
+        if not tensor.is_contiguous():  # `flat` is a copy then
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of `tensor`, uint8 [bytes]: a view where its elements stand one after another."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return flat.split([piece.numel() for piece in pieces])
+
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")  # memory that two parts share belongs to the first

@@ -2,6 +2,22 @@
 
 Promises that state saved, loaded and stepped on means the same everywhere: complete before the first step, one
 step counter per parameter, exact after loading. Called by the trainer and by `checkpoint`.
+
+Parts of an optimizer that have no parameter on this rank, as the experts' part on a stage of dense layers.
+
+Promises that such a part can be saved and loaded where AdamW is torch's own: megatron-core 0.16.1 reads the step
+counter off its parameters and stops where there are none. Called when the optimizer is built and when it is saved.
+
+The optimizer whose state lies in host memory (--optimizer-cpu-offload), and the mends that saving it needs.
+
+Promises that its state is complete before the first step, and that a saved one holds plain data only and is read
+without touching the weights. Called by `optimizer`.
+
+Loading the state of one implementation of Adam into another.
+
+Promises that a run goes on with the same step count and moments whether torch's AdamW saved it or the fused one of
+Transformer Engine or Apex, and whichever of them loads it. torch counts steps per parameter, the fused ones per
+parameter group, and each expects its own settings in a group. Called by `checkpoint` before the optimizer loads.
 """
 
 from __future__ import annotations
@@ -11,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -18,12 +35,106 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
-from slimrl.megatron import fsdp, hybrid_optimizer
+from slimrl.megatron import data_parallel
 from slimrl.megatron.config import optimizer_config
-from slimrl.megatron.empty_parts import stand_in
+
+_STAND_IN = "no parameter on this rank"
 
 
-def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOptimizer:
+def stand_in(adam: torch.optim.Adam) -> None:
+    """Have the `adam` of a distributed optimizer show a step counter of 0 where it has no parameters, and take none."""
+    if any(group["params"] for group in adam.param_groups):
+        return
+
+    def show(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["state"] = {_STAND_IN: {"step": torch.tensor(0.0)}}
+
+    def forget(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {}}
+
+    adam.register_state_dict_post_hook(show)
+    adam.register_load_state_dict_pre_hook(forget)
+
+
+def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
+    """Put the true step count into all parts of an optimizer's state to be saved, in place; collective.
+
+    Rank 0's count is the one that is stored, and it may hold none of the parameters. `own_steps` are the counts of this
+    rank's parameters. Nothing is done where no rank counts steps in this way. Raises ValueError, on every rank, where
+    parameters were stepped differently often.
+    """
+    everyones: list[set[float]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyones, own_steps)
+    steps = set().union(*everyones)
+    if len(steps) > 1:
+        raise ValueError(f"parameters were stepped {sorted(steps)} times: to be saved all need the same count")
+    for part in saved_parts(saved) if steps else ():
+        for group in part["param_groups"]:
+            if "step" in group:  # the distributed optimizer's place for it
+                group["step"] = max(steps)
+        if "state" in part and max(steps) > 0:  # the other optimizers'
+            part["state"]["common_step"] = torch.tensor(max(steps))
+
+
+def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
+    """What each part's own Adam has to save; several parts stand under their numbers."""
+    if not isinstance(saved, dict):
+        return
+    if "param_groups" in saved:
+        yield saved
+        return
+    for key, value in saved.items():
+        if isinstance(key, int) or key == "optimizer":
+            yield from saved_parts(value)
+
+
+# settings that it keeps in its parameter groups, classes among them: those of the running job hold
+_NOT_STATE = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
+
+
+def torch_adams(hybrid: HybridDeviceOptimizer) -> list[torch.optim.Adam]:
+    """Those inside that are torch's own: all on the host; on the device only without Transformer Engine and Apex."""
+    return [adam for adam in hybrid.sub_optimizers if isinstance(adam, torch.optim.Adam)]
+
+
+def show_state(hybrid: HybridDeviceOptimizer) -> None:
+    """Have `hybrid` show the state that was made in its parts, unless a part makes its own in its first step."""
+    if len(torch_adams(hybrid)) == len(hybrid.sub_optimizers):
+        hybrid._sync_sub_optimizers_state_to_hdo()
+
+
+def save_plain_data(part: DistributedOptimizer) -> None:
+    """Leave settings out of the state of `part`, whose optimizer is hybrid."""
+    whole = part.state_dict
+
+    def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
+        state = whole()
+        for group in state["optimizer"]["param_groups"]:
+            for name in _NOT_STATE:
+                group.pop(name, None)  # after loading they are not there
+        return state
+
+    part.state_dict = types.MethodType(state_dict, part)
+
+
+@torch.no_grad()
+def after_hybrid_load(hybrid: HybridDeviceOptimizer) -> None:
+    """Give each weight its own step counter, and take back the step that a part may have made to have a state."""
+    for state in hybrid.state.values():
+        state["step"] = state["step"].detach().clone()
+    for weight, master in hybrid.param_to_fp32_param.items():
+        weight.copy_(master)
+
+
+def build_optimizer(args: Arguments, stages: Sequence[data_parallel.Stage]) -> MegatronOptimizer:
     """The optimizer over the parameters of this rank's `stages`; biases and norms are exempt from weight decay."""
     config = optimizer_config(args)
     optimizer = get_megatron_optimizer(
@@ -32,7 +143,7 @@ def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOp
     if args.use_megatron_fsdp:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _prime(part.optimizer)
-            fsdp.save_like_the_distributed_optimizer(part)
+            data_parallel.save_like_the_distributed_optimizer(part)
         return optimizer
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)
@@ -40,14 +151,14 @@ def build_optimizer(args: Arguments, stages: Sequence[fsdp.Stage]) -> MegatronOp
             stand_in(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     for part in _hybrid_parts(optimizer):
-        for adam in hybrid_optimizer.torch_adams(part.optimizer):
+        for adam in torch_adams(part.optimizer):
             _prime(adam)
-        hybrid_optimizer.show_state(part.optimizer)
-        hybrid_optimizer.save_plain_data(part)
+        show_state(part.optimizer)
+        save_plain_data(part)
     return optimizer
 
 
-def finish_loading(optimizer: MegatronOptimizer) -> None:
+def after_load(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its own step counter again; call after `optimizer.load_state_dict`.
 
     megatron-core's distributed optimizer hands one tensor to all parameters, and AdamW then advances it once per
@@ -58,7 +169,7 @@ def finish_loading(optimizer: MegatronOptimizer) -> None:
             step = state.get("step")
             state["step"] = torch.tensor(0.0) if step is None else step.detach().clone()
     for part in _hybrid_parts(optimizer):
-        hybrid_optimizer.finish_loading(part.optimizer)
+        after_hybrid_load(part.optimizer)
 
 
 def step_counts(optimizer: MegatronOptimizer) -> set[float]:
@@ -108,3 +219,49 @@ def _copy_loaded_states(self: DistributedOptimizer, model_parameter: Tensor, ten
     for name, value in tensors.items():
         if name != "step":
             targets[name].copy_(value)
+
+
+def fit(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Give `loaded`, what a checkpoint holds for `optimizer`, the form that its Adam reads; in place.
+
+    Raises ValueError where the parts of the optimizer were stepped differently often.
+    """
+    adams = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    adam = next((adam for adam in adams if adam is not None), None)  # None where this rank has nothing to train
+    if adam is None or isinstance(adam, HybridDeviceOptimizer):  # the latter takes either form
+        return
+    parts = list(saved_parts(loaded))
+    steps = {float(step) for part in parts for step in _steps(part)}
+    if len(steps) > 1:
+        raise ValueError(f"the parts of the saved optimizer were stepped {sorted(steps)} times: save them together")
+    if not steps:  # saved before the first step
+        return
+    (step,) = steps
+    for part in parts:
+        if isinstance(adam, torch.optim.Adam):
+            _count_per_parameter(part, step)
+        else:
+            _count_per_group(part, int(step), adam.defaults)
+
+
+def _steps(part: dict[str, Any]) -> list[Any]:
+    """Every count of steps in the state of a part."""
+    counted = [group["step"] for group in part["param_groups"] if group.get("step") is not None]
+    return counted + ([part["state"]["common_step"]] if "common_step" in part.get("state", {}) else [])
+
+
+def _count_per_parameter(part: dict[str, Any], step: float) -> None:
+    if "state" in part:
+        part["state"]["common_step"] = torch.tensor(step)
+    for group in part["param_groups"]:
+        group.pop("step", None)
+        if "state" not in part:  # the distributed optimizer hands the group's count to the parameters
+            group["step"] = step
+
+
+def _count_per_group(part: dict[str, Any], step: int, defaults: dict[str, Any]) -> None:
+    for group in part["param_groups"]:
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+        group["step"] = step
+    part.get("state", {}).pop("common_step", None)

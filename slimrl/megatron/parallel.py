@@ -18,8 +18,7 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.megatron import patches
 from slimrl.platform import bind_local_device, is_cpu, seed_everything, use_deterministic_kernels
-from slimrl.platform.decisions import default_group
-from slimrl.platform.machine import this_machine
+from slimrl.platform.launch_env import default_group, this_machine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slimrl.observability.metric_table import SECTIONS, TRAIN
 from slimrl.observability.metrics import Metric
+from slimrl.observability.metrics.registry import SECTIONS, TRAIN
 
 _INTRODUCTION = """\
 # Metrics

@@ -2,6 +2,10 @@
 
 Lives in the driver. Files appear with the first report, so a run that fails to start leaves an earlier
 summary untouched. Leaving the `with` block records how the run ended.
+
+The folder of a run, which only its user may enter: prompts, answers, rewards and logs are in it.
+
+Called by the entry points before anything is written there.
 """
 
 from __future__ import annotations
@@ -21,14 +25,12 @@ from types import TracebackType
 from typing import Protocol
 
 from slimrl.arguments import Arguments
-from slimrl.observability.charts import TRAIN_AXIS, Charts, TensorBoard
-from slimrl.observability.lines import short_evaluation, short_step
-from slimrl.observability.logs import SHORT
 from slimrl.observability.metrics import axis_of, combine_steps
-from slimrl.observability.prometheus import TARGETS_FILE, PrometheusEndpoint, Target, write_targets
+from slimrl.observability.metrics.prometheus import TARGETS_FILE, PrometheusEndpoint, Target, write_targets
+from slimrl.observability.metrics.writers import TRAIN_AXIS, Charts, TensorBoard, WandbRun, WandbSettings
 from slimrl.observability.summary import Summary
-from slimrl.observability.wandb_run import WandbRun, WandbSettings
-from slimrl.processes.optional_files import OptionalFiles
+from slimrl.observability.terminal import SHORT, short_evaluation, short_step
+from slimrl.processes.best_effort_files import OptionalFiles
 
 logger = logging.getLogger("slimrl")
 
@@ -339,3 +341,20 @@ def _of_the_samples(rollout: Mapping[str, float], compares_groups: bool) -> list
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+PRIVATE = 0o700
+
+
+def make_private(folder: Path) -> str | None:
+    """Makes the folder, and takes every right from others; why that cannot be done, None where it was.
+
+    What is above it gets the user's usual rights. Raises OSError where it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=PRIVATE, exist_ok=True)
+    try:
+        os.chmod(folder, PRIVATE)
+    except OSError as error:  # it is another user's, or the file system knows no rights
+        return f"others may be able to read the run's folder {folder}: {error.strerror}"
+    return None

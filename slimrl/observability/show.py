@@ -7,9 +7,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from slimrl.data import version_spans
+from slimrl.data import sample as version_spans
 from slimrl.data.sample import Sample
-from slimrl.observability.dump import RolloutDump, read_dump
+from slimrl.observability.rollout_dump import RolloutDump, read_dump
 from slimrl.observability.viewer import prompt_text, reward_text
 
 _REWARD_WIDTH = 32  # characters

@@ -1,6 +1,8 @@
 """`summary.json`: what a run did, in one file that is whole at every moment. Schema: docs/summary.md.
 
 Owns the file's content and its continuation when a run is resumed. `RunLog` writes it, `report` reads it.
+
+Which versions of which packages a run used; read from the installed metadata, nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -9,10 +11,14 @@ import contextlib
 import json
 import math
 import os
+import platform
 import shutil
 import statistics
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from slimrl import __version__
 
 SCHEMA_VERSION = 1
 
@@ -171,3 +177,27 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "sglang-router",
+    "ray",
+    "transformers",
+    "transformer-engine",
+    "numpy",
+    "safetensors",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Distribution name -> version, slimrl and Python first; packages that are not installed are left out."""
+    versions = {"slimrl": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

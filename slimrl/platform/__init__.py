@@ -4,7 +4,13 @@ Promises one answer per process, derived from `torch.cuda.is_available()` alone.
 places a tensor, opens a process group or seeds a generator.
 """
 
-from slimrl.platform.device import bind_local_device, device, device_memory, is_cpu, use_deterministic_kernels
-from slimrl.platform.seeds import seed_everything
+from slimrl.platform.device import (
+    bind_local_device,
+    device,
+    device_memory,
+    is_cpu,
+    seed_everything,
+    use_deterministic_kernels,
+)
 
 __all__ = ["bind_local_device", "device", "device_memory", "is_cpu", "seed_everything", "use_deterministic_kernels"]

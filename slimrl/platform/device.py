@@ -1,10 +1,15 @@
 """The compute device of this process.
 
 Nothing is cached: a process that hides its GPUs after import still gets the truth.
+
+Seeding of every generator a worker draws from: Python, NumPy and torch (CPU and, where present, CUDA).
 """
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import torch
 
 
@@ -58,3 +63,15 @@ def device_memory() -> dict[str, float]:
         "cuda_device_used_gib": total - free,
     }
     return {name: amount / (1 << 30) for name, amount in amounts.items()}
+
+
+def seed_everything(seed: int) -> None:
+    """Seed `random`, `numpy.random` and torch with `seed`.
+
+    Raises ValueError for a negative seed, which NumPy does not take.
+    """
+    if seed < 0:
+        raise ValueError(f"--seed {seed} is negative: give a seed of 0 or more")
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -4,6 +4,6 @@ Promises that nothing of a child outlives its parent, however either of them end
 processes; knows no engine.
 """
 
-from slimrl.processes.managed import POLL_INTERVAL_S, ManagedProcess, ProcessStartError, importable
+from slimrl.processes.managed_process import POLL_INTERVAL_S, ManagedProcess, ProcessStartError, importable
 
 __all__ = ["POLL_INTERVAL_S", "ManagedProcess", "ProcessStartError", "importable"]

@@ -9,17 +9,16 @@ import dataclasses
 from typing import Any
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset
-from slimrl.arguments.prompt_formats import eval_prompt_format
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.failures import SampleError
+from slimrl.rollout.async_utils import gather_or_cancel
+from slimrl.rollout.dataset.prompt_dataset import PromptSet, load_prompts
+from slimrl.rollout.generation.sample_generator import SampleError, SampleMaker, SamplePolicy
 from slimrl.rollout.metrics import PASS_REWARD, ks_of, length_statistics, mean, pass_at_k
-from slimrl.rollout.prompts import PromptSet, load_prompts
 from slimrl.rollout.rm_hub import RewardRule
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
-from slimrl.rollout.sample_task import SampleMaker, SamplePolicy
 from slimrl.rollout.sampling import SamplingPlan
-from slimrl.rollout.tasks import gather_or_cancel
 
 
 @dataclasses.dataclass(frozen=True)

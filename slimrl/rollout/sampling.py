@@ -7,7 +7,7 @@ import hashlib
 from typing import Any
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_context import least
+from slimrl.arguments.engines import least
 from slimrl.arguments.namespace import EvalDataset
 from slimrl.data.sample import Sample
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimrl.algorithms.advantages import group_normalized_rewards
+from slimrl.algorithms.returns import group_normalized_rewards
 
 
 def test_rewards_are_centred_and_divided_by_the_unbiased_standard_deviation_of_their_group():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimrl.algorithms import output_log_probs as module
-from slimrl.algorithms.output_log_probs import output_log_probs, piece_columns
+from slimrl.algorithms import log_probs as module
+from slimrl.algorithms.log_probs import output_log_probs, piece_columns
 from tests.algorithms.live_bytes import LiveBytes
 from tests.algorithms.test_log_probs import on_ranks
 

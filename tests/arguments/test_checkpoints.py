@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.checkpoint_files import MANIFEST_NAME, damage, iteration_of, manifest, read_manifest
+from slimrl.arguments.checkpoints import MANIFEST_NAME, damage, iteration_of, manifest, read_manifest
 from tests.arguments.plan.test_files import safetensors
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.groups.reward import RM_TYPES
-from slimrl.arguments.problem import ended
-from slimrl.rollout.rm_hub.builtin import builtin_types, is_builtin
+from slimrl.arguments.flag import ended
+from slimrl.arguments.flags.rollout import RM_TYPES
+from slimrl.rollout.rm_hub.registry import builtin_types, is_builtin
 
 CONFIG = """
 eval:

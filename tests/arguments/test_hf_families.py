@@ -230,7 +230,7 @@ def test_stated_flags_are_those_of_the_published_recipe():
 
 
 def test_every_family_with_a_table_of_flags_has_one_of_weights():
-    from slimrl.weights.families import FAMILIES
+    from slimrl.models.families import FAMILIES
 
     assert {family.model_type for family in FAMILIES} == set(MODEL_TYPES)
 

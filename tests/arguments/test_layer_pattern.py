@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.arguments.layer_pattern import layer_pattern
+from slimrl.arguments.flag import layer_pattern
 
 
 @pytest.mark.parametrize(

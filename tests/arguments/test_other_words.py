@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import read_args
+from slimrl.arguments.foreign_flags import _BEGINNINGS, OTHER_WORDS
 from slimrl.arguments.namespace import all_flag_specs
-from slimrl.arguments.other_words import _BEGINNINGS, OTHER_WORDS
-from slimrl.arguments.parser import parse_line
-from slimrl.arguments.passthrough import own_spellings
-from slimrl.arguments.retired import RETIRED_FLAGS
+from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
 
 OWN = own_spellings(all_flag_specs())
 
@@ -20,7 +18,7 @@ def sentences(line: str) -> list[str]:
 
 @pytest.mark.parametrize(("word", "row"), OTHER_WORDS.items(), ids=list(OTHER_WORDS))
 def test_each_word_leads_to_a_flag_that_there_is(word, row):
-    from slimrl.sglang.flags import RESERVED, server_flags
+    from slimrl.engines.sglang.server_args import RESERVED, server_flags
 
     assert word == word.lower().strip("-").replace("_", "-")
     assert f"--{word}" not in OWN

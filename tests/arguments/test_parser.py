@@ -9,9 +9,7 @@ import pytest
 from slimrl.arguments import PassthroughFlag
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import all_flag_specs
-from slimrl.arguments.parser import ParsedLine, parse_line
-from slimrl.arguments.passthrough import own_spellings
-from slimrl.arguments.retired import RETIRED_FLAGS
+from slimrl.arguments.parser import RETIRED_FLAGS, ParsedLine, own_spellings, parse_line
 
 
 def server_flags() -> dict[str, PassthroughFlag]:

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.rules import TRAINING_RULES
-from slimrl.sglang.flags import router_flags
+from slimrl.arguments.validation import TRAINING_RULES
+from slimrl.engines.sglang.server_args import router_flags
 from tests.megatron.launch import free_port
 
 

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.prompt_formats import training_prompt_format
-from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
-from slimrl.data.first_look import look_at
+from slimrl.arguments.eval_datasets import training_prompt_format
+from slimrl.arguments.validation import MODEL_RULES, TRAINING_RULES
+from slimrl.data.preflight import look_at
 
 BLANK = "--disable-rollout-global-dataset"
 OWN_FUNCTION = "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout"
@@ -323,7 +323,7 @@ def test_the_way_to_a_slice_takes_no_longer_either_and_nothing_is_said_of_what_w
     form = training_prompt_format(read_args(recipe.line())[0])
     look = look_at(path, slice(99, None), form, seconds=0)
     assert (look.rows, look.ended_early) == (0, True)
-    monkeypatch.setattr("slimrl.arguments.rules.data._SECONDS", 0)
+    monkeypatch.setattr("slimrl.arguments.validation.data._SECONDS", 0)
     assert sentences(recipe.line(f"--prompt-data {path}@[99:]")) == []
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
-from slimrl.arguments.engine_context import context_of_model, stated_context, tokens
-from slimrl.arguments.rules import TRAINING_RULES
-from slimrl.sglang.flags import server_flags
+from slimrl.arguments.engines import context_of_model, stated_context, tokens
+from slimrl.arguments.validation import TRAINING_RULES
+from slimrl.engines.sglang.server_args import server_flags
 
 OPTIONS = {
     "pp-size": PassthroughFlag("pp_size", type=int),

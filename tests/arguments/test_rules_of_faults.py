@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
-from slimrl.arguments.rules import TRAINING_RULES
+from slimrl.arguments.validation import TRAINING_RULES
 
 TABLES = {
     "sglang": lambda: {

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
-from slimrl.arguments.plan import Machine, Surroundings, make_plan, warnings
-from slimrl.arguments.rules import TRAINING_RULES
+from slimrl.arguments.dry_run import Machine, Surroundings, make_plan, warnings
+from slimrl.arguments.validation import TRAINING_RULES
 from tests.arguments.conftest import write_tokenizer
 from tests.arguments.plan.test_files import safetensors
 

@@ -7,7 +7,7 @@ import pytest
 from slimrl.arguments.derive import derive
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.parser import parse_line
-from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES, Context
+from slimrl.arguments.validation import MODEL_RULES, TRAINING_RULES, Context
 
 RULES = {rule.__name__: rule for rule in MODEL_RULES + TRAINING_RULES}
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --actor-num-gpus-per-node 8"

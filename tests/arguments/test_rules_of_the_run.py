@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.rules import MODEL_RULES, TRAINING_RULES
+from slimrl.arguments.validation import MODEL_RULES, TRAINING_RULES
 
 THEMES = ("required", "served", "paths", "checkpoints", "profiling")
 

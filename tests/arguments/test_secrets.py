@@ -2,8 +2,8 @@
 
 import pytest
 
-from slimrl.arguments.plan.engines import option_words
-from slimrl.arguments.secrets import is_secret, shown, told, without_secrets
+from slimrl.arguments.dry_run.plan import option_words
+from slimrl.arguments.redact import is_secret, shown, told, without_secrets
 
 KEY = "t0psecret"
 

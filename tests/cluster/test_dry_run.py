@@ -7,10 +7,10 @@ import time
 import pytest
 import ray
 
-from slimrl.arguments.plan.layout import placement
+from slimrl.arguments.layout import placement
 from slimrl.cluster.dry_run import ClusterAbsentError, slots_of_nodes
-from slimrl.cluster.session import ray_session
-from slimrl.cluster.slots import plan_slots
+from slimrl.cluster.placement import plan_slots
+from slimrl.cluster.ray_session import ray_session
 from tests.arguments.plan.published import QWEN3_4B, flags
 from tests.megatron.launch import free_port
 

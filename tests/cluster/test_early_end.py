@@ -11,9 +11,9 @@ import types
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.early_end import ManagerEnd
-from slimrl.sglang.errors import EngineUnavailableError
-from slimrl.sglang.router_control import RunningRouter
+from slimrl.cluster.rollout_manager_proxy import ManagerEnd
+from slimrl.engines.protocol import EngineUnavailableError
+from slimrl.engines.sglang.router import RunningRouter
 from tests.megatron.launch import free_port
 
 OURS, ALSO_OURS, THEIRS = "http://10.0.0.1:1", "http://10.0.0.1:2", "http://10.0.0.2:1"

@@ -8,9 +8,9 @@ import types
 import pytest
 from ray.exceptions import ActorDiedError
 
-from slimrl.cluster import engine as engine_module
-from slimrl.cluster.engine import Engine
-from slimrl.cluster.fleet import Fleet
+from slimrl.cluster.engines import engine as engine_module
+from slimrl.cluster.engines.engine import Engine
+from slimrl.cluster.engines.engine_group import Fleet
 
 
 class FakeActor:

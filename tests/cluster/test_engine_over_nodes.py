@@ -18,10 +18,10 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
-from slimrl.cluster.fleet import Fleet
+from slimrl.cluster.engines.engine_group import Fleet
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.slots import Slots, plan_slots
-from slimrl.sglang.server import ServerProcess
+from slimrl.cluster.placement import Slots, plan_slots
+from slimrl.engines.sglang.server import ServerProcess
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
@@ -89,7 +89,11 @@ def engine_processes(folder: Path) -> dict[str, psutil.Process]:
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if f"--model-path={folder}" in words and "--nnodes=2" in words and "slimrl.sglang.cpu" in words[:4]:
+        if (
+            f"--model-path={folder}" in words
+            and "--nnodes=2" in words
+            and "slimrl.engines.sglang.cpu_patches" in words[:4]
+        ):
             (rank,) = (word for word in words if word.startswith("--node-rank="))
             found.setdefault(rank, process)
     return found

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from slimrl.cluster import event_loop
-from slimrl.cluster.event_loop import LoopWatch
+from slimrl.rollout.generation import sample_tracker
+from slimrl.rollout.generation.sample_tracker import LoopWatch
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def loop():
 
 
 def test_a_loop_that_a_callback_ended_is_told_from_one_that_turns(loop, monkeypatch):
-    monkeypatch.setattr(event_loop, "_LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(sample_tracker, "_LOOK_INTERVAL_S", 0.01)
 
     async def make():
         return LoopWatch()
@@ -41,4 +41,4 @@ def test_a_loop_that_a_callback_ended_is_told_from_one_that_turns(loop, monkeypa
 
     sentence, blocked = asyncio.run(main())
     assert "the event loop of the rollout manager was ended: a callback in it raised SystemExit" in sentence
-    assert blocked == event_loop.ENDED
+    assert blocked == sample_tracker.ENDED

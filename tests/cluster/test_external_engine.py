@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.external_engine import ExternalEngine
-from slimrl.sglang.errors import EngineError, EngineUnavailableError
-from slimrl.sglang.external import NEEDED_PATHS, ExternalServer, check_somebody_listens
-from slimrl.sglang.router_control import RunningRouter
+from slimrl.cluster.engines.engine_group import ExternalEngine
+from slimrl.engines.protocol import EngineError, EngineUnavailableError
+from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer, check_somebody_listens
+from slimrl.engines.sglang.router import RunningRouter
 from tests.megatron.launch import free_port
 
 STARTED = (1.0, None, None)

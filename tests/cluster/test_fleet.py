@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.fleet import Fleet
-from slimrl.sglang.router import RouterProcess
+from slimrl.cluster.engines.engine_group import Fleet
+from slimrl.engines.sglang.router import RouterProcess
 
 ROUTER_READY_TIMEOUT_S = 60.0
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from slimrl.cluster import joining as joining_module
-from slimrl.cluster.joining import Joining
-from slimrl.cluster.recovery import News, Standing
-from slimrl.cluster.train_worker import RankFailedError
+from slimrl.cluster import engine_resync as joining_module
+from slimrl.cluster.engine_resync import Joining
+from slimrl.cluster.engines.engine_recovery import News, Standing
+from slimrl.cluster.training.train_group import RankFailedError
 from slimrl.cluster.watchdog import Awaited
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.weights.update.topology import EngineEndpoint
 
 OLD, NEW, OTHER = (EngineEndpoint(f"http://{name}", [slot]) for slot, name in enumerate(("old", "new", "other")))
 

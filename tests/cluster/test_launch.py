@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.fleet import server_settings
+from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import DriverWithoutGpuError, Launch, check_driver_sees_gpus, run_facts
-from slimrl.platform.decisions import RunFacts, rank_environment
-from slimrl.platform.machine import Machine
-from slimrl.sglang.launch import ServerLaunch, server_environment
+from slimrl.engines.sglang.launch import ServerLaunch, server_environment
+from slimrl.platform.launch_env import Machine, RunFacts, rank_environment
 
 CPU = Machine(cuda=False, cores=4)
 GPU = Machine(cuda=True, gpus=8, cores=96, nccl=(2, 29, 7))

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import dry_run, main, ray_environment
+from slimrl.cluster import dry_run, main
 from slimrl.cluster import run as run_module
 from slimrl.data.watched_file import ChangedDataError
-from slimrl.observability import logs, run_folder
-from slimrl.processes.folder_lock import only_run_in
-from slimrl.rollout.failures import SampleError
-from slimrl.rollout.rm_hub.failures import NoVerdictsError
+from slimrl.observability import run_log, terminal
+from slimrl.processes.folders import only_run_in
+from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.rm_hub.scorer import NoVerdictsError
 
 
 def test_secrets_leave_the_command_before_anything_records_it(monkeypatch):
@@ -42,7 +42,7 @@ def test_a_local_cluster_gets_a_token_and_a_folder_for_kernels_that_is_this_user
     environment = {name: value for name, value in os.environ.items() if name not in names}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ray_environment.prepare_ray_environment()
+    main.prepare_ray_environment()
     assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
     kernels = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
     assert kernels.parent == tmp_path and kernels.stat().st_mode & 0o777 == 0o700
@@ -56,7 +56,7 @@ def end(monkeypatch, caplog):
         (main, "show_as"),
         (main, "prepare_ray_environment"),
         (main, "_Interrupts"),
-        (logs, "setup_logging"),
+        (terminal, "setup_logging"),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(run_module, "open_run", contextlib.nullcontext)
@@ -156,8 +156,8 @@ def test_a_second_run_on_one_save_folder_is_refused_before_ray_starts(end, monke
     monkeypatch.setattr(main, "parse_args", lambda *_, **__: args)
     for name in ("show_as", "prepare_ray_environment", "_Interrupts"):
         monkeypatch.setattr(main, name, lambda *_: None)
-    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
-    monkeypatch.setattr(run_folder, "make_private", lambda *_: None)
+    monkeypatch.setattr(terminal, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(run_log, "make_private", lambda *_: None)
     monkeypatch.setattr(run_module, "ray_session", no_ray)
     with only_run_in(tmp_path, flag="--save", name="first"):
         assert main.main("train.py", lambda run: None, []) == 2

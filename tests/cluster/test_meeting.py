@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimrl.cluster.meeting import join_meeting, open_meeting
+from slimrl.cluster.launch import join_meeting, open_meeting
 
 TIMEOUT = datetime.timedelta(seconds=20)
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import slimrl
-from slimrl.cluster.node_watch import NodeWatch, Pace, WatchedNode, nodes_of
-from slimrl.cluster.slots import Slot, SlotPlan
+from slimrl.cluster.placement import Slot, SlotPlan
+from slimrl.cluster.supervisor import NodeWatch, Pace, WatchedNode, nodes_of
 from tests.machines import ADDRESSES, two_machines, why_not
 
 FAST = Pace(period_s=0.1, timeout_s=5.0, silent_after_s=0.5)
 WATCHER = f"""
 import logging, sys, time
-from slimrl.cluster.node_watch import NodeWatch, Pace, WatchedNode
+from slimrl.cluster.supervisor import NodeWatch, Pace, WatchedNode
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 node = WatchedNode("{ADDRESSES[1]}", 6380, "training ranks 2, 3")
 with NodeWatch([node], Pace(period_s=0.5, timeout_s=0.5, silent_after_s=1.5)).running() as watch:

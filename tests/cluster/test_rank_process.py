@@ -7,8 +7,8 @@ import sys
 import threading
 from multiprocessing import Pipe
 
-from slimrl.cluster import rank_process
-from slimrl.observability.timeline_recorder import Timeline
+from slimrl.cluster.training import train_process
+from slimrl.observability.tracer import Timeline
 
 
 class RankOnBrokenDevice:
@@ -38,9 +38,9 @@ class RankOnBrokenDevice:
 
 def answers_of(rank, methods, monkeypatch):
     """What `serve` answers to each call, in order."""
-    monkeypatch.setattr(rank_process, "Rank", rank)
+    monkeypatch.setattr(train_process, "Rank", rank)
     ours, theirs = Pipe()
-    server = threading.Thread(target=rank_process.serve, args=(theirs,))
+    server = threading.Thread(target=train_process.serve, args=(theirs,))
     server.start()
     ours.send_bytes(pickle.dumps("setup"))
     answers = {}

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.reach import LOOPBACK, Reach, called_at, is_here, partner_of, source_address
-from slimrl.sglang.errors import EngineError
+from slimrl.cluster.network import LOOPBACK, Reach, called_at, is_here, partner_of, source_address
+from slimrl.engines.protocol import EngineError
 
 
 def test_a_run_on_one_machine_listens_on_loopback_and_one_on_several_on_the_nodes_address():
@@ -25,7 +25,7 @@ def test_a_server_of_the_users_on_another_machine_must_reach_the_run():
 
 
 def test_where_ray_is_on_loopback_the_run_listens_where_its_partner_sees_it(monkeypatch):
-    monkeypatch.setattr("slimrl.cluster.reach.source_address", lambda host: f"as seen by {host}")
+    monkeypatch.setattr("slimrl.cluster.network.source_address", lambda host: f"as seen by {host}")
     assert Reach(nodes=1, partner="192.0.2.250").address("127.0.0.1") == "as seen by 192.0.2.250"
     assert source_address("127.0.0.1") == "127.0.0.1"
 

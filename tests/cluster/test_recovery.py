@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.cluster import recovery as recovery_module
-from slimrl.cluster import router_keeper
-from slimrl.cluster.engine import Engine
-from slimrl.cluster.engine_actor import ServerEnd
-from slimrl.cluster.external_engine import ExternalEngine
-from slimrl.cluster.health_monitor import HealthFlags, HealthMonitor
-from slimrl.cluster.recovery import MAX_LOSSES, Recovery
+from slimrl.cluster.engines import engine_recovery as recovery_module
+from slimrl.cluster.engines import router_supervisor
+from slimrl.cluster.engines.engine import Engine, ServerEnd
+from slimrl.cluster.engines.engine_group import ExternalEngine
+from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, Recovery
+from slimrl.cluster.engines.health_monitor import HealthFlags, HealthMonitor
+from slimrl.engines.sglang.control import ServerLoad
+from slimrl.engines.sglang.engine_memory import EVERYTHING, EngineMemory
 from slimrl.processes import ProcessStartError
-from slimrl.sglang.loads import ServerLoad
-from slimrl.sglang.memory import EVERYTHING, EngineMemory
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import free_port
 
 NEVER = HealthFlags(1000.0, 1000.0, 0.0)
@@ -493,7 +492,7 @@ def test_training_that_waits_for_the_start_of_a_server_says_so():
 
 
 def test_a_router_that_cannot_start_is_tried_again_after_a_pause_and_its_port_is_named(monkeypatch):
-    monkeypatch.setattr(router_keeper, "RESTART_PAUSE_S", 0.5)
+    monkeypatch.setattr(router_supervisor, "RESTART_PAUSE_S", 0.5)
 
     async def body():
         async with recovering(1) as (recovery, fleet, _, _memory):
@@ -515,7 +514,7 @@ def test_a_router_that_cannot_start_is_tried_again_after_a_pause_and_its_port_is
 
 
 def test_losses_of_the_router_with_a_long_life_in_between_are_not_in_a_row(monkeypatch):
-    monkeypatch.setattr(router_keeper, "LONG_LIFE_S", 0.0)
+    monkeypatch.setattr(router_supervisor, "LONG_LIFE_S", 0.0)
 
     async def body():
         async with recovering(1) as (recovery, fleet, _, _memory):

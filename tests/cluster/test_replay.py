@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from slimrl.cluster.replay import recorded_groups
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.observability.dump import save_rollout
+from slimrl.observability.rollout_dump import save_rollout
+from slimrl.rollout.dataset.custom_data_source import recorded_groups
 
 
 @dataclasses.dataclass

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.reward_server import RewardServers
-from slimrl.cluster.session import ray_session
-from slimrl.cluster.slots import SlotPlan, Slots
+from slimrl.cluster.placement import SlotPlan, Slots
+from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused

@@ -10,10 +10,10 @@ import pytest
 from slimrl.arguments import Arguments
 from slimrl.cluster import run
 from slimrl.cluster.run import Run
-from slimrl.observability.run_checks import RunCheckError
+from slimrl.observability.ci_checks import RunCheckError
 from slimrl.observability.run_log import RunLog
 from slimrl.observability.summary import load_summary
-from slimrl.observability.timeline_recorder import Timeline
+from slimrl.observability.tracer import Timeline
 
 STEP = {"loss": 0.0, "grad_norm": 0.25, "kl_loss": 0.0, "ratio_max_abs_diff": 0.5}
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import train_group
 from slimrl.cluster.run import Run
-from slimrl.cluster.train_group import TrainGroup
-from slimrl.observability.timeline_recorder import Timeline
+from slimrl.cluster.training import train_group
+from slimrl.cluster.training.train_group import TrainGroup
+from slimrl.observability.tracer import Timeline
 
 
 class Remote:

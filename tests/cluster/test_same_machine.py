@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import slimrl
-from slimrl.cluster.engine import Engine
-from slimrl.cluster.same_machine import NodeMark, marked, seen_of, taken_for_one
-from slimrl.processes import ProcessStartError, leftovers
+from slimrl.cluster.engines.engine import Engine
+from slimrl.cluster.network import NodeMark, marked, seen_of, taken_for_one
+from slimrl.processes import ProcessStartError, stale_resources
 from tests.machines import ADDRESSES, two_machines, why_not
 
 A, B, C = (
@@ -23,7 +23,7 @@ A, B, C = (
 )
 NODE = """
 import json, sys
-from slimrl.cluster.same_machine import NodeMark, marked, seen_of
+from slimrl.cluster.network import NodeMark, marked, seen_of
 with marked(sys.argv[1]) as mark:
     print(json.dumps([mark.address, mark.name, mark.network]), flush=True)
     marks = [NodeMark(*row) for row in json.loads(sys.stdin.readline())]
@@ -71,8 +71,8 @@ def test_a_mark_is_seen_while_it_is_there_and_that_of_a_killed_process_goes_with
     assert seen_of([mark], str(tmp_path)) == set()
     killed = tmp_path / "slimrl-node-killed"
     killed.mkdir()
-    leftovers.own(killed).release()
-    assert leftovers.sweep(tmp_path / "empty", str(tmp_path)) == [str(killed)]
+    stale_resources.own(killed).release()
+    assert stale_resources.sweep(tmp_path / "empty", str(tmp_path)) == [str(killed)]
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"two machines: {why_not()}")

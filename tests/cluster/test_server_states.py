@@ -13,8 +13,8 @@ import psutil
 import pytest
 from aiohttp import web
 
-from slimrl.cluster import server_states
-from slimrl.cluster.server_states import states_of
+from slimrl.cluster.engines import health_monitor
+from slimrl.cluster.engines.health_monitor import states_of
 
 LOADS = {"timestamp": "2026-01-01T00:00:00+00:00", "loads": []}
 
@@ -72,7 +72,7 @@ async def states(engines, router_pid=None):
 
 
 def test_servers_that_keep_others_waiting_are_named_and_the_others_are_not(monkeypatch):
-    monkeypatch.setattr(server_states, "LOOK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(health_monitor, "LOOK_TIMEOUT_S", 0.3)
     engines = [
         Engine("0", "well", []),
         Engine("1", "silent", []),

@@ -9,15 +9,10 @@ import ray
 from ray._raylet import AuthenticationMode
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import session
-from slimrl.cluster.session import (
-    SlotsMissingError,
-    _own_signal_handler,
-    check_slots,
-    ray_session,
-)
-from slimrl.cluster.slots import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
-from slimrl.cluster.supervise import ProcessDiedError, Supervisor
+from slimrl.cluster import ray_session as ray_session_module
+from slimrl.cluster.placement import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
+from slimrl.cluster.ray_session import SlotsMissingError, _own_signal_handler, check_slots, ray_session
+from slimrl.cluster.supervisor import ProcessDiedError, Supervisor
 from slimrl.cluster.watchdog import Awaited, Patience, answers
 
 
@@ -135,10 +130,10 @@ def test_too_small_a_cluster_is_refused_with_both_numbers():
 def test_a_run_that_joins_an_open_cluster_of_several_machines_says_so(monkeypatch, caplog, addresses, mode, warned):
     gone = {"NodeManagerAddress": "10.0.0.9", "Alive": False}
     nodes = [{"NodeManagerAddress": address, "Alive": True} for address in addresses]
-    monkeypatch.setattr(session.ray, "nodes", lambda: [*nodes, gone])
-    monkeypatch.setattr(session, "get_authentication_mode", lambda: mode)
+    monkeypatch.setattr(ray_session_module.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(ray_session_module, "get_authentication_mode", lambda: mode)
     with caplog.at_level(logging.WARNING, "slimrl"):
-        session._warn_of_open_cluster()
+        ray_session_module._warn_of_open_cluster()
     assert len(caplog.messages) == warned
     if warned:
         assert "spans 2 nodes (10.0.0.1, 10.0.0.2) and asks nobody for a token" in caplog.text

@@ -7,9 +7,8 @@ import types
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
-from slimrl.cluster import supervise
-from slimrl.cluster.out_of_memory import brief
-from slimrl.cluster.supervise import ProcessDiedError, Supervisor
+from slimrl.cluster import supervisor as supervise
+from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, brief
 from slimrl.cluster.watchdog import Awaited, Patience, WaitedTooLongError
 
 RAYS_PAGE = """1 worker(s) were killed due to the node running low on memory.

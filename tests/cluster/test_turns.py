@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from slimrl.cluster.turns import Turns
+from slimrl.cluster.colocate import Turns
 
 
 class Events:

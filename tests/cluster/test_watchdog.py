@@ -13,11 +13,18 @@ import time
 import pytest
 
 from slimrl.cluster import watchdog
-from slimrl.cluster.event_loop import LoopWatch
-from slimrl.cluster.watchdog import Awaited, Patience, Wait, WaitedTooLongError
-from slimrl.cluster.whereabouts import GenerationWhere, RankWhere, of_generation, of_ranks
-from slimrl.rollout.under_way import SampleWhere
-from slimrl.sglang.loads import ServerLoad, load_of
+from slimrl.cluster.watchdog import (
+    Awaited,
+    GenerationWhere,
+    Patience,
+    RankWhere,
+    Wait,
+    WaitedTooLongError,
+    of_generation,
+    of_ranks,
+)
+from slimrl.engines.sglang.control import ServerLoad, load_of
+from slimrl.rollout.generation.sample_tracker import LoopWatch, SampleWhere
 
 
 @pytest.fixture

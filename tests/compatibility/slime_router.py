@@ -6,9 +6,9 @@ import asyncio
 
 from aiohttp import web
 
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.sglang.client import RouterClient
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.rollout_generator import RolloutGenerator
 
 
 class Router:
@@ -54,7 +54,7 @@ def answer(tokenizer, text, reason="stop", version="2"):
 
 def rolled(tokenizer, make_args, monkeypatch, answers, function, stop=False, **changes):
     """One rollout of one sample by `function`; the sample and what the router was asked."""
-    for module in ("slimrl.compatibility.generate_state._cached_tokenizer",):
+    for module in ("slimrl.compatibility.rollout_helpers._cached_tokenizer",):
         monkeypatch.setattr(module, lambda path, trusted: tokenizer)
     router = Router(answers)
 

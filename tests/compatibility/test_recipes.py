@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.sglang.flags import router_flags, server_flags
+from slimrl.engines.sglang.server_args import router_flags, server_flags
 from tests.arguments.conftest import complete_model, make_checkpoint
 from tests.compatibility.recipes import RECIPES, Recipe
 

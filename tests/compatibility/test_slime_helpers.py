@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.compatibility import graders, losses, metrics
-from slimrl.compatibility.background import SingletonMeta, load_function, run
-from slimrl.compatibility.masks import MultiTurnLossMaskGenerator, get_response_lengths
-from slimrl.compatibility.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slimrl.compatibility import graders, loss_helpers
+from slimrl.compatibility.loss_helpers import MultiTurnLossMaskGenerator, get_response_lengths
+from slimrl.compatibility.rollout_helpers import (
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    SingletonMeta,
+    load_function,
+    run,
+)
 from slimrl.data.sample import Sample
-from slimrl.megatron.own_parts import OwnParts
-from slimrl.rollout.sglang_rollout import rollout_output
+from slimrl.megatron.training.loss import OwnParts
+from slimrl.rollout.rollout_function import rollout_output
 
 
 def test_a_correction_written_for_slime_corrects_the_loss():
@@ -27,32 +32,37 @@ def test_a_correction_written_for_slime_corrects_the_loss():
     assert loss.tolist() == pytest.approx([1.0, math.exp(2.0), 1.5])
     assert kept.tolist() == [1.0, 0.0, 1.0] and noted["mis_ratio"].tolist() == loss.tolist()
     with pytest.raises(ValueError, match="2 values came for a response of 3 tokens"):
-        losses.all_gather_with_cp(torch.zeros(2), 5, 3)
+        loss_helpers.all_gather_with_cp(torch.zeros(2), 5, 3)
 
 
 def test_losses_are_those_of_their_formulas():
     new, base = torch.tensor([-1.0, -0.5]), torch.tensor([-1.5, -0.25])
-    assert losses.compute_approx_kl(new, base, "k1", torch.tensor([2.0, 1.0])).tolist() == [1.0, -0.25]
+    assert loss_helpers.compute_approx_kl(new, base, "k1", torch.tensor([2.0, 1.0])).tolist() == [1.0, -0.25]
     expected = [math.exp(-0.5) - 1 + 0.5, math.exp(0.25) - 1 - 0.25]
-    assert losses.compute_approx_kl(new, base, "low_var_kl").tolist() == pytest.approx(expected)
+    assert loss_helpers.compute_approx_kl(new, base, "low_var_kl").tolist() == pytest.approx(expected)
     # ratios 2 and 1/2 with advantages 1 and -1: both are clipped
     kl = torch.tensor([-math.log(2), math.log(2)])
-    loss, clipped = losses.compute_policy_loss(kl, torch.tensor([1.0, -1.0]), 0.2, 0.3)
+    loss, clipped = loss_helpers.compute_policy_loss(kl, torch.tensor([1.0, -1.0]), 0.2, 0.3)
     assert loss.tolist() == pytest.approx([-1.3, 0.8]) and clipped.tolist() == [1.0, 1.0]
     parts = [torch.tensor([-1.0, -2.0]), torch.tensor([-1.0])], [torch.tensor([-2.0, -2.5]), torch.tensor([0.0])]
     masks = [torch.tensor([1.0, 1.0]), torch.tensor([1.0])]
-    assert losses.compute_gspo_kl(*parts, parts[0], masks).tolist() == pytest.approx([-0.75, -0.75, 1.0])
+    assert loss_helpers.compute_gspo_kl(*parts, parts[0], masks).tolist() == pytest.approx([-0.75, -0.75, 1.0])
     kl = [torch.zeros(2), torch.zeros(1)]
-    assert [part.tolist() for part in losses.get_grpo_returns(torch.tensor([2.0, 3.0]), kl)] == [[2.0, 2.0], [3.0]]
-    returns = losses.get_reinforce_plus_plus_returns(
+    assert [part.tolist() for part in loss_helpers.get_grpo_returns(torch.tensor([2.0, 3.0]), kl)] == [
+        [2.0, 2.0],
+        [3.0],
+    ]
+    returns = loss_helpers.get_reinforce_plus_plus_returns(
         torch.tensor([1.0, 4.0]), [torch.tensor([0.5, 1.0]), torch.tensor([0.0])], masks, [2, 1], [3, 2], 0.1, 0.5
     )
     assert [part.tolist() for part in returns] == [pytest.approx([-0.05 + 0.5 * 0.9, 0.9]), [4.0]]
-    spread = losses.get_reinforce_plus_plus_baseline_advantages(torch.tensor([1.0]), [torch.tensor([1.0])], masks, 0.25)
+    spread = loss_helpers.get_reinforce_plus_plus_baseline_advantages(
+        torch.tensor([1.0]), [torch.tensor([1.0])], masks, 0.25
+    )
     assert spread[0].tolist() == [0.75]
     values, masks = torch.tensor([1.0, 3.0, 8.0]), [torch.tensor([1.0, 1.0]), torch.tensor([1.0])]
-    assert losses.get_sum_of_sample_mean([3, 2], [2, 1], masks)(values) == 10.0
-    assert losses.get_sum_of_sample_mean([3, 2], [2, 1], masks, True)(values) == 12.0
+    assert loss_helpers.get_sum_of_sample_mean([3, 2], [2, 1], masks)(values) == 10.0
+    assert loss_helpers.get_sum_of_sample_mean([3, 2], [2, 1], masks, True)(values) == 12.0
 
 
 def test_graders_judge_by_meaning():
@@ -85,13 +95,13 @@ def test_masks_are_those_of_supervised_training(tokenizer):
 
 
 def test_metrics_are_those_of_the_run():
-    assert metrics.dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
+    assert graders.dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
     # groups 1 1 0 0 and 0 0 0 0: one draw passes with 1/2, two with 1 - 1/6
-    rates = metrics.compute_pass_rate([1, 1, 0, 0, 0, 0, 0, 0], 4)
+    rates = graders.compute_pass_rate([1, 1, 0, 0, 0, 0, 0, 0], 4)
     assert rates == {"pass@1": 0.25, "pass@2": pytest.approx(5 / 12), "pass@4": 0.5}
-    assert metrics.compute_pass_rate([1.0], 1) == {}
+    assert graders.compute_pass_rate([1.0], 1) == {}
     with pytest.raises(ValueError, match="5 rewards are not 1 groups of 4"):
-        metrics.compute_pass_rate([1] * 5, 4)
+        graders.compute_pass_rate([1] * 5, 4)
 
 
 def test_small_helpers():

@@ -12,8 +12,7 @@ import torch
 
 from slimrl.arguments import Arguments
 from slimrl.compatibility import slime
-from slimrl.data.sample import Sample, SampleStatus
-from slimrl.data.slime_sample import NOT_SERVED
+from slimrl.data.sample import NOT_SERVED, Sample, SampleStatus
 from slimrl.hooks import CustomGenerate, CustomReward, CustomTIS, HookError, resolve
 from tests.compatibility.conftest import STYLE
 

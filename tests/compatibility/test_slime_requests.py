@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.compatibility import requests
-from slimrl.compatibility.background import load_function
-from slimrl.compatibility.generate_state import GenerateState, get_model_url
+from slimrl.compatibility import rollout_helpers
+from slimrl.compatibility.rollout_helpers import GenerateState, get_model_url, load_function
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.engine import StoppableEngine
-from slimrl.sglang.client import RouterClient
-from slimrl.sglang.errors import EngineRequestError
+from slimrl.engines.protocol import EngineRequestError, StoppableEngine
+from slimrl.engines.sglang.client import RouterClient
 from tests.compatibility.slime_router import Router, answer, rolled, serve
 
 
 def test_post_and_get_give_json_or_text_and_try_again_where_that_may_help(monkeypatch):
-    monkeypatch.setattr(requests, "PAUSE_S", 0.0)
+    monkeypatch.setattr(rollout_helpers, "PAUSE_S", 0.0)
     router = Router(
         {
             "/good": [(503, "later"), (429, "later"), (200, {"score": 1})],
@@ -33,17 +31,19 @@ def test_post_and_get_give_json_or_text_and_try_again_where_that_may_help(monkey
 
     async def body(port):
         at = f"http://127.0.0.1:{port}"
-        assert await requests.post(f"{at}/good", {"a": torch.tensor([1])}, headers={"X-Own": "1"}) == {"score": 1}
-        assert await requests.get(f"{at}/text") == "yes"
+        assert await rollout_helpers.post(f"{at}/good", {"a": torch.tensor([1])}, headers={"X-Own": "1"}) == {
+            "score": 1
+        }
+        assert await rollout_helpers.get(f"{at}/text") == "yes"
         for path, told in (("bad", r"failed with HTTP 500: broken \(tried 2 times"), ("refused", "HTTP 422: no")):
-            with pytest.raises(requests.RequestFailedError, match=told):
-                await requests.post(f"{at}/{path}", {}, max_retries=2)
-        with pytest.raises(requests.RequestFailedError, match="answered HTTP 302"):
-            await requests.post(f"{at}/moved", {})
-        with pytest.raises(requests.RequestFailedError, match="cannot be reached"):
-            await requests.get("http://127.0.0.1:9")
+            with pytest.raises(rollout_helpers.RequestFailedError, match=told):
+                await rollout_helpers.post(f"{at}/{path}", {}, max_retries=2)
+        with pytest.raises(rollout_helpers.RequestFailedError, match="answered HTTP 302"):
+            await rollout_helpers.post(f"{at}/moved", {})
+        with pytest.raises(rollout_helpers.RequestFailedError, match="cannot be reached"):
+            await rollout_helpers.get("http://127.0.0.1:9")
         with pytest.raises(ValueError, match="max_retries 0"):
-            await requests.post(at, {}, max_retries=0)
+            await rollout_helpers.post(at, {}, max_retries=0)
 
     serve(router, body)
     paths = [path for path, _, _ in router.asked]
@@ -195,7 +195,7 @@ def test_what_is_not_served_ends_with_its_name(own, tokenizer, make_args, monkey
 def test_helpers_say_where_they_cannot_be_called():
     args = Arguments(sglang_router_ip="h", sglang_router_port=1)
     with pytest.raises(RuntimeError, match="from within a function of --custom-generate-function-path"):
-        asyncio.run(load_function("slimrl.compatibility.generate_state.generate")(args, Sample(), {}))
+        asyncio.run(load_function("slimrl.compatibility.rollout_helpers.generate")(args, Sample(), {}))
     with pytest.raises(ValueError, match="there is no model 'ref'"):
         get_model_url(args, "ref")
 
@@ -251,7 +251,7 @@ def test_the_client_hands_answers_on_as_they_are_and_checks_them_all_the_same(to
 def test_the_state_does_not_run_code_of_a_checkpoint_by_itself(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "slimrl.compatibility.generate_state._cached_tokenizer", lambda path, trusted: asked.append((path, trusted))
+        "slimrl.compatibility.rollout_helpers._cached_tokenizer", lambda path, trusted: asked.append((path, trusted))
     )
     GenerateState(Arguments(hf_checkpoint="model"))
     GenerateState(Arguments(hf_checkpoint="model", sglang_options={"trust_remote_code": True}))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from slimrl.data.batch import RolloutBatch, batch_from_samples
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 
 
 def make_sample(index: int, prompt: list[int], response: list[int], **fields) -> Sample:

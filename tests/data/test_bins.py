@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimrl.data import bins
+from slimrl.data import bin_packing
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
@@ -31,7 +31,7 @@ def fewest_bins(lengths: list[int], cap: int) -> int:
 
 @given(LENGTHS, st.integers(1, 40))
 def test_the_lower_bound_never_exceeds_the_true_minimum(lengths, cap):
-    assert bins.lower_bound(lengths, cap) <= fewest_bins(lengths, cap)
+    assert bin_packing.lower_bound(lengths, cap) <= fewest_bins(lengths, cap)
 
 
 @settings(max_examples=300)
@@ -40,9 +40,9 @@ def test_small_inputs_get_the_fewest_bins_that_are_a_multiple_of_the_ranks(lengt
     needed = math.ceil(fewest_bins(lengths, cap) / ranks) * ranks
     if needed > len(lengths):
         with pytest.raises(ValueError, match=f"{len(lengths)} samples cannot fill {needed} micro-batches"):
-            bins.pack(lengths, [float(length) for length in lengths], cap, ranks)
+            bin_packing.pack(lengths, [float(length) for length in lengths], cap, ranks)
         return
-    dealt = bins.pack(lengths, [float(length) for length in lengths], cap, ranks)
+    dealt = bin_packing.pack(lengths, [float(length) for length in lengths], cap, ranks)
     assert [len(rank) for rank in dealt] == [needed // ranks] * ranks
     groups = list(itertools.chain(*dealt))
     assert sorted(itertools.chain(*groups)) == list(range(len(lengths)))
@@ -55,31 +55,31 @@ def test_a_packing_that_greedy_rules_miss_is_found():
     # 9 + 7 + 2 + 2 and 8 + 6 + 6; a rule that looks at one bin at a time does not see that the sixes belong together.
     lengths = [9, 8, 7, 6, 6, 2, 2]
     costs = [float(length) for length in lengths]
-    assert bins.spread(lengths, costs, 20, [0.0, 0.0]) is None
-    assert len(bins.fill_one_by_one(lengths, 20, 8)) == 3
-    dealt = bins.pack(lengths, costs, 20, 1)
+    assert bin_packing.spread(lengths, costs, 20, [0.0, 0.0]) is None
+    assert len(bin_packing.fill_one_by_one(lengths, 20, 8)) == 3
+    dealt = bin_packing.pack(lengths, costs, 20, 1)
     assert sorted(sum(lengths[i] for i in group) for group in dealt[0]) == [20, 20]
 
 
 def test_a_gap_is_closed_by_two_samples_where_no_one_sample_does():
     # 6 leaves a gap of 4: 3 alone would leave 1, two of 2 leave nothing.
-    assert bins.fill_one_by_one([6, 3, 2, 2], 10, 8) == [[0, 2, 3], [1]]
+    assert bin_packing.fill_one_by_one([6, 3, 2, 2], 10, 8) == [[0, 2, 3], [1]]
 
 
 def test_room_that_no_sample_is_short_enough_for_counts_as_lost():
     assert sum([9, 9, 9, 9, 2]) <= 4 * 10
-    assert bins.lower_bound([9, 9, 9, 9, 2], 10) == 5
+    assert bin_packing.lower_bound([9, 9, 9, 9, 2], 10) == 5
 
 
 def test_a_sample_longer_than_the_cap_is_alone():
-    dealt = bins.pack([50, 3, 4, 60], [50.0, 3.0, 4.0, 60.0], 10, 1)
+    dealt = bin_packing.pack([50, 3, 4, 60], [50.0, 3.0, 4.0, 60.0], 10, 1)
     assert sorted(dealt[0]) == [[0], [2, 1], [3]]
 
 
 def test_ranks_with_one_dear_sample_still_get_their_share_of_bins():
     # The dear sample alone outweighs a rank's fair share; the rank must get a second bin nevertheless.
     lengths = [100] + [30] * 11
-    dealt = bins.pack(lengths, [length**2 for length in lengths], 100, 3)
+    dealt = bin_packing.pack(lengths, [length**2 for length in lengths], 100, 3)
     assert [len(rank) for rank in dealt] == [2, 2, 2]
 
 
@@ -100,8 +100,8 @@ def log_normal(mean: float, sigma: float, samples: int, cap: int, seed: int) -> 
 )
 def test_log_normal_lengths_are_packed_at_the_lower_bound_and_balanced(lengths, ranks, cap):
     costs = [length + length**2 / 32768 for length in lengths]
-    dealt = bins.pack(lengths, costs, cap, ranks)
-    assert {len(rank) for rank in dealt} == {math.ceil(bins.lower_bound(lengths, cap) / ranks)}
+    dealt = bin_packing.pack(lengths, costs, cap, ranks)
+    assert {len(rank) for rank in dealt} == {math.ceil(bin_packing.lower_bound(lengths, cap) / ranks)}
     assert all(sum(lengths[i] for i in group) <= cap for rank in dealt for group in rank)
     table = [[sum(costs[i] for i in group) for group in rank] for rank in dealt]
     assert max(map(sum, table)) * ranks / sum(costs) < 1.01
@@ -111,51 +111,51 @@ def test_log_normal_lengths_are_packed_at_the_lower_bound_and_balanced(lengths, 
 def test_a_rank_with_a_very_long_sample_gets_less_beside_it():
     # The long one costs 40 of 160 in all. Rows of 40, 10 and 10 would make its rank's total 60 and the others' 33.
     lengths = [40] + [1] * 120
-    dealt = bins.pack(lengths, [float(length) for length in lengths], 40, 4)
+    dealt = bin_packing.pack(lengths, [float(length) for length in lengths], 40, 4)
     assert [len(rank) for rank in dealt] == [1] * 4
     lengths = [40, 30] + [5] * 42
-    dealt = bins.pack(lengths, [float(length) for length in lengths], 40, 4)
+    dealt = bin_packing.pack(lengths, [float(length) for length in lengths], 40, 4)
     assert [sum(lengths[i] for group in rank for i in group) for rank in dealt] == [70] * 4
 
 
 def test_of_samples_over_a_third_of_the_cap_two_share_a_bin():
     lengths = [34] * 300  # 102 bins by volume
-    assert bins.lower_bound(lengths, 100) == 150
-    assert [len(rank) for rank in bins.pack(lengths, [34.0] * 300, 100, 3)] == [50] * 3
+    assert bin_packing.lower_bound(lengths, 100) == 150
+    assert [len(rank) for rank in bin_packing.pack(lengths, [34.0] * 300, 100, 3)] == [50] * 3
 
 
 def test_of_samples_over_a_sixteenth_of_the_cap_fifteen_share_a_bin():
     assert sum([101] * 31) < 2 * 1600
-    assert bins.lower_bound([101] * 31, 1600) == 3
+    assert bin_packing.lower_bound([101] * 31, 1600) == 3
 
 
 def test_a_row_is_as_dear_as_its_dearest_sample_and_the_others_share_what_is_left():
     # 49 over 6 bins is less than the dearest sample; the row takes 2 x 10 of it and leaves 29 to 4 bins
-    assert bins.row_targets([5, 10, 5, 5, 9, 5, 5, 5], 2, 3) == ([10], 29 / 4)
-    assert bins.row_targets([5, 5, 5, 5, 5, 5], 2, 3) == ([], 5.0)
+    assert bin_packing.row_targets([5, 10, 5, 5, 9, 5, 5, 5], 2, 3) == ([10], 29 / 4)
+    assert bin_packing.row_targets([5, 5, 5, 5, 5, 5], 2, 3) == ([], 5.0)
 
 
 def test_a_bin_is_split_into_halves_of_even_cost():
-    assert sorted(bins.split_to([[0, 1, 2]], [0.9, 0.6, 0.3], 2)) == [[0], [1, 2]]
+    assert sorted(bin_packing.split_to([[0, 1, 2]], [0.9, 0.6, 0.3], 2)) == [[0], [1, 2]]
 
 
 def test_equal_samples_make_equal_bins():
-    for rank in bins.pack([7] * 48, [7.0] * 48, 21, 4):
+    for rank in bin_packing.pack([7] * 48, [7.0] * 48, 21, 4):
         assert [len(group) for group in rank] == [3] * 4
 
 
 def test_losses_are_the_time_that_ranks_wait_for_each_other():
     # Bins of cost 6 and 2 on one rank, 4 and 4 on the other: in rows 6 + 4 for a mean of 8, in all 8 on both.
     dealt = [[[0], [1]], [[2], [3]]]
-    assert bins.lockstep_loss(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0.25)
-    assert bins.imbalance(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0)
-    assert bins.imbalance(dealt, [6.0, 2.0, 2.0, 2.0]) == pytest.approx(8 / 6 - 1)
+    assert bin_packing.lockstep_loss(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0.25)
+    assert bin_packing.imbalance(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0)
+    assert bin_packing.imbalance(dealt, [6.0, 2.0, 2.0, 2.0]) == pytest.approx(8 / 6 - 1)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 60))
 def test_what_is_left_is_poured_where_least_was_spent(spent, rest):
     limit = (sum(spent) + rest) / len(spent) + max(spent)
-    shares = bins.fill_up(spent, limit, rest)
+    shares = bin_packing.fill_up(spent, limit, rest)
     assert sum(shares) == pytest.approx(rest)
     assert all(share >= 0 and done + share <= limit + 1e-9 for share, done in zip(shares, spent, strict=True))
     # the largest share cannot be smaller: every smaller one stands at its limit
@@ -166,14 +166,14 @@ def test_what_is_left_is_poured_where_least_was_spent(spent, rest):
 
 
 def test_a_share_stops_at_the_limit_and_the_others_take_more():
-    assert bins.fill_up([9, 0, 0], 10, 13) == [1, 6, 6]
-    assert bins.fill_up([12, 0, 0], 10, 12) == [0, 6, 6]
+    assert bin_packing.fill_up([9, 0, 0], 10, 13) == [1, 6, 6]
+    assert bin_packing.fill_up([12, 0, 0], 10, 12) == [0, 6, 6]
 
 
 def test_bins_stand_dearest_first_on_every_rank():
     rng = random.Random(3)
     lengths = [rng.randint(1, 100) for _ in range(64)]
-    for rank in bins.pack(lengths, [float(length) for length in lengths], 120, 4):
+    for rank in bin_packing.pack(lengths, [float(length) for length in lengths], 120, 4):
         sums = [sum(lengths[i] for i in group) for group in rank]
         assert sums == sorted(sums, reverse=True)
 
@@ -191,14 +191,14 @@ def test_bins_stand_dearest_first_on_every_rank():
 )
 def test_a_rank_may_cost_half_a_percent_more_than_the_mean_before_rows_are_made_uneven(lengths, furthest, mean):
     assert sum(lengths) / 3 == pytest.approx(mean)
-    dealt = bins.even_rows(lengths, [float(length) for length in lengths], 300, 3, 3)
+    dealt = bin_packing.even_rows(lengths, [float(length) for length in lengths], 300, 3, 3)
     assert max(sum(lengths[i] for group in rank for i in group) for rank in dealt) == furthest
 
 
 def test_a_search_that_is_cut_off_needs_the_longest_first_and_hopeless_branches_left_out():
     # One of few packings without a gap: within the limit of nodes it is found only in this order and with the bound.
     lengths = [10, 21, 17, 37, 16, 86, 24, 16, 24, 19, 38, 20, 21, 46, 14, 66, 39, 43, 20, 23]
-    found = bins.search(lengths, 100, 6)
+    found = bin_packing.search(lengths, 100, 6)
     assert [sum(lengths[i] for i in group) for group in found] == [100] * 6
     assert sorted(i for group in found for i in group) == list(range(len(lengths)))
 
@@ -207,15 +207,15 @@ def test_a_search_that_is_cut_off_needs_the_longest_first_and_hopeless_branches_
 def test_many_samples_whose_bound_cannot_be_met_get_the_next_multiple_of_what_was_found(ranks, each):
     # 50 bins of 60 + 26, and 34 of the other hundred: 84, where the bound is 69.
     lengths = [60] * 50 + [26] * 150
-    assert bins.lower_bound(lengths, 100) == 69
-    dealt = bins.pack(lengths, [float(length) for length in lengths], 100, ranks)
+    assert bin_packing.lower_bound(lengths, 100) == 69
+    dealt = bin_packing.pack(lengths, [float(length) for length in lengths], 100, ranks)
     assert [len(groups) for groups in dealt] == [each] * ranks
     assert all(sum(lengths[i] for i in group) <= 100 for groups in dealt for group in groups)
 
 
 def test_two_samples_are_tried_for_a_gap_that_twice_the_shortest_would_not_fill():
-    assert bins.fill_one_by_one([20, 50, 30, 1], 100, 8) == [[1, 2, 0], [3]]
+    assert bin_packing.fill_one_by_one([20, 50, 30, 1], 100, 8) == [[1, 2, 0], [3]]
 
 
 def test_a_bin_of_one_sample_is_left_whole_and_one_of_two_is_split():
-    assert bins.split_to([[0, 1], [2]], [5.0, 5.0, 1.0], 3) == [[0], [1], [2]]
+    assert bin_packing.split_to([[0, 1], [2]], [5.0, 5.0, 1.0], 3) == [[0], [1], [2]]

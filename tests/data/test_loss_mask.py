@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.data.loss_mask import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
+from slimrl.rollout.sft_rollout import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
 
 TEXT = (
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slimrl.data import jsonl as jsonl_reader
-from slimrl.data import parquet as parquet_reader
-from slimrl.data.bad_row import BadRow, bad_rows_error
-from slimrl.data.data_path import DataMix, DataPath
-from slimrl.data.readers import RowSet, open_rows
+from slimrl.data import readers as jsonl_reader
+from slimrl.data import readers as parquet_reader
+from slimrl.data.dataset_spec import DataMix, DataPath
+from slimrl.data.readers import BadRow, RowSet, bad_rows_error, open_rows
 from slimrl.data.watched_file import ChangedDataError
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(10)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from slimrl.data import version_spans
+from slimrl.data import sample as version_spans
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.stop_strings import end_at_stop_string
-from slimrl.rollout.turns import append_generation, append_observation
+from slimrl.engines.protocol import Generation
+from slimrl.rollout.generation.multi_turn import append_generation, append_observation, end_at_stop_string
 
 
 def drawn(count: int, version: str, spans=()) -> Generation:

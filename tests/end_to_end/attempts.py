@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 import psutil
 
-from slimrl.sglang.access import VARIABLE
+from slimrl.engines.sglang.auth import VARIABLE
 from tests.end_to_end.harness import Started
 
 NOBODY = 65534
@@ -163,7 +163,7 @@ def _with_key(commands: Iterable[list[str]], key: str) -> dict[str, int]:
     """The status of a call with the key to every server and to the router: the attempts go to the right places."""
     answers = {}
     for words in commands:
-        paths = {"slimrl.sglang.cpu": "/server_info", "slimrl.sglang.entry": "/workers"}
+        paths = {"slimrl.engines.sglang.cpu_patches": "/server_info", "slimrl.engines.sglang.entry": "/workers"}
         path = next((path for module, path in paths.items() if module in words), None)
         if path is not None:
             host, port = _option(words, "host"), int(_option(words, "port"))

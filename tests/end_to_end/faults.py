@@ -11,10 +11,14 @@ from pathlib import Path
 import psutil
 
 from slimrl.data.sample import Sample
-from slimrl.observability.dump import load_rollout
+from slimrl.observability.rollout_dump import load_rollout
 from tests.end_to_end import harness
 
-TARGETS = {"server": "slimrl.sglang.cpu", "scheduler": "sglang::scheduler", "router": "sglang.entry router"}
+TARGETS = {
+    "server": "slimrl.engines.sglang.cpu_patches",
+    "scheduler": "sglang::scheduler",
+    "router": "sglang.entry router",
+}
 
 
 @dataclasses.dataclass(frozen=True)

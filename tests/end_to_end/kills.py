@@ -16,7 +16,7 @@ import statistics
 import time
 from pathlib import Path
 
-from slimrl.arguments.checkpoint_files import UNFINISHED
+from slimrl.arguments.checkpoints import UNFINISHED
 from tests.end_to_end import harness
 
 SAVE, UPDATE, ANYWHERE = "save", "update_weights", "anywhere"

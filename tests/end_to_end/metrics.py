@@ -7,8 +7,8 @@ import socket
 import urllib.request
 from pathlib import Path
 
-from slimrl.observability.metric_table import METRICS
 from slimrl.observability.metrics import axis_of, metric_of
+from slimrl.observability.metrics.registry import METRICS
 from tests.observability.wandb_file import rows
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments, read_args
+from slimrl.engines.http import answers
 from slimrl.processes import ManagedProcess
-from slimrl.sglang.calls import answers
 from tests.end_to_end.harness import ROOT
 from tests.megatron.launch import RankPool, free_port
 
@@ -33,8 +33,9 @@ def megatron_logits(rank: int, world_size: int, init_method: str, args: Argument
     """Logits [tokens, vocab] of each of SEQUENCES by the checkpoint itself."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from slimrl.megatron import checkpoint as checkpoints
-    from slimrl.megatron import model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoints
+    from slimrl.megatron.model import model_builder as model
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model.build_model(args, state).eval()
@@ -69,7 +70,16 @@ def largest_logit_gap(tiny: Any, checkpoint: Path, folder: Path) -> float:
 def served(folder: Path, log_folder: Path, *flags: str) -> Iterator[str]:
     """The model behind the command of docs/serving.md, with further flags; yields the server's URL."""
     port = free_port()
-    command = [sys.executable, "-m", "slimrl.sglang.cpu", "--model-path", str(folder), "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "slimrl.engines.sglang.cpu_patches",
+        "--model-path",
+        str(folder),
+        "--port",
+        str(port),
+        *flags,
+    ]
     server = ManagedProcess(
         command,
         name="server",

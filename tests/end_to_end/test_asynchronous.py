@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from slimrl.observability.dump import read_dump
+from slimrl.observability.rollout_dump import read_dump
 from tests.end_to_end import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -19,7 +19,7 @@ OWN = """
 import json
 import random
 from slimrl.data.sample import SampleStatus
-from slimrl.rollout.turns import append_generation
+from slimrl.rollout.generation.multi_turn import append_generation
 
 async def generate(args, sample, sampling_params, *, engine):
     length = min(int(random.Random(sample.index).lognormvariate(6.0, 0.8)) + 1, args.rollout_max_response_len)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimrl.observability.dump import read_dump
+from slimrl.observability.rollout_dump import read_dump
 from tests.end_to_end import attempts, checkpoints, harness, serving
 from tests.observability.trace_format import read_trace
 

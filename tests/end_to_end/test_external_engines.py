@@ -7,12 +7,11 @@ import shutil
 
 import pytest
 
-from slimrl.sglang.calls import call
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.errors import EngineError, EngineUnavailableError
-from slimrl.sglang.external import inspect
-from slimrl.sglang.router import RouterProcess
-from slimrl.sglang.router_control import RunningRouter
+from slimrl.engines.http import call
+from slimrl.engines.protocol import EngineError, EngineUnavailableError
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.external_server_check import inspect
+from slimrl.engines.sglang.router import RouterProcess, RunningRouter
 from tests.end_to_end import harness
 from tests.end_to_end.serving import served
 from tests.megatron.launch import free_port

@@ -30,7 +30,7 @@ def test_every_mistake_is_reported_at_once_before_anything_starts(tmp_path):
 @pytest.mark.parametrize(
     ("command", "entry", "named"),
     [
-        ("slimrl.cluster.rank_process", "train.py", "train worker rank 0"),
+        ("slimrl.cluster.training.train_process", "train.py", "train worker rank 0"),
         ("sglang::scheduler", "train.py", "SGLang server"),
         ("sglang.entry router", "train_async.py", "SGLang router"),
         ("ray::RolloutManager", "train.py", "rollout manager"),

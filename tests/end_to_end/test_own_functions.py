@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimrl.observability.dump import read_dump
+from slimrl.observability.rollout_dump import read_dump
 from tests.end_to_end import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from slimrl.observability.dump import read_dump
+from slimrl.observability.rollout_dump import read_dump
 from tests.end_to_end import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]

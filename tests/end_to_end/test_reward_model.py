@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.observability import dump
+from slimrl.observability import rollout_dump
 from tests.end_to_end import harness
 from tests.reward_models import logits, write_reward_model
 
@@ -35,8 +35,8 @@ def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_p
     done = harness.start("train.py", flags, tmp_path, "judged", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
-    trained = [sample for number in (0, 1) for sample in dump.load_rollout(template, number).samples]
-    evaluated = dump.load_rollout(template, 2, evaluation=True).samples
+    trained = [sample for number in (0, 1) for sample in rollout_dump.load_rollout(template, number).samples]
+    evaluated = rollout_dump.load_rollout(template, 2, evaluation=True).samples
     read = [
         tokenizer.apply_chat_template(
             [*sample.metadata["prompt_messages"], {"role": "assistant", "content": without_end(sample.response)}],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.observability.dump import read_dump
+from slimrl.observability.rollout_dump import read_dump
 from tests.end_to_end import harness, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ import pytest
 from examples import calculator, filters, reward, search
 from slimrl import hooks
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.engine import Generation
+from slimrl.engines.protocol import Generation
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ import torch
 from examples import advantages, logs, losses, policy_loss, reward, rollouts, samples, supervised, training
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
-from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, policy_loss_sums
-from slimrl.megatron.own_parts import OwnParts
+from slimrl.megatron.training.loss import OwnParts, PolicyLossInputs, PolicyLossSettings, policy_loss_sums
+from slimrl.rollout.convert_samples import rewards_of, training_batch
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.output import RolloutOutput
-from slimrl.rollout.rewards import rewards_of
-from slimrl.rollout.train_data import training_batch
+from slimrl.rollout.rollout_function import RolloutOutput
 
 
 def judged(reward_, number, group=0, length=3, **changes):

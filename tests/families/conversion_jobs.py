@@ -49,12 +49,14 @@ def logits_from_torch_dist(
 ) -> Tensor:
     """Packed logits [tokens, vocabulary] of the model loaded from `folder` in the layout of `flags`."""
     from slimrl.arguments import read_args
-    from slimrl.megatron import checkpoint, model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.model import model_builder
 
     args, _ = read_args(flags, entry="convert_hf_to_torch_dist.py")
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     try:
-        built = model.build_model(args, state).eval()
+        built = model_builder.build_model(args, state).eval()
         checkpoint.load_model_only(built, folder)
         with torch.no_grad():
             return latent_jobs.logits_of(built, state, args.vocab_size)

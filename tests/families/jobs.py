@@ -53,12 +53,13 @@ def logits_and_export(
 
 
 def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
-    from slimrl.megatron import checkpoint, model
-    from slimrl.weights.families import family_for
-    from slimrl.weights.hf_files import read_hf_config
-    from slimrl.weights.shape import ModelShape
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.model import model_builder
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.hf_checkpoint import read_hf_config
 
-    built = model.build_model(case.args, state).eval()
+    built = model_builder.build_model(case.args, state).eval()
     family, shape = family_for(read_hf_config(case.folder)), ModelShape.from_args(case.args)
     if case.checkpoint is None:
         _load(built, shape, family, state, case.folder)
@@ -70,7 +71,7 @@ def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
 
 
 def _load(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> None:
-    from slimrl.weights.load import load_hf_checkpoint
+    from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     load_hf_checkpoint(
         built,
@@ -107,8 +108,8 @@ def _packed_logits(built: Any, state: Any, args: Arguments, sequences: list[list
 
 
 def _compare_export(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> tuple[list[str], list[str]]:
-    from slimrl.weights.export import iter_hf_tensors
-    from slimrl.weights.hf_files import HfCheckpoint
+    from slimrl.weights.hf_checkpoint import HfCheckpoint
+    from slimrl.weights.update.export import iter_hf_tensors
 
     names, different = [], []
     with HfCheckpoint(folder) as checkpoint:
@@ -129,11 +130,11 @@ def _compare_export(built: Any, shape: Any, family: Any, state: Any, folder: Pat
 
 def to_torch_dist(rank: int, world_size: int, init_method: str, cases: list[Case]) -> None:
     """Writes the `checkpoint` of each case from its folder, as the tool does."""
-    from slimrl.megatron.blueprint import model_blueprint
-    from slimrl.weights.families import family_for
-    from slimrl.weights.hf_files import read_hf_config
-    from slimrl.weights.hf_to_torch_dist import hf_to_torch_dist
-    from slimrl.weights.shape import ModelShape
+    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist
+    from slimrl.weights.hf_checkpoint import read_hf_config
 
     for case in cases:
         hf_to_torch_dist(

@@ -52,13 +52,14 @@ def _one_pass(state: Any, args: Arguments, folder: Path) -> PassResult:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from slimrl.megatron import config, model
-    from slimrl.weights.families import family_for
-    from slimrl.weights.hf_files import read_hf_config
-    from slimrl.weights.load import load_hf_checkpoint
-    from slimrl.weights.shape import ModelShape
+    from slimrl.megatron import config
+    from slimrl.megatron.model import model_builder
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
+    from slimrl.weights.hf_checkpoint import read_hf_config
 
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     family, shape = family_for(read_hf_config(folder)), ModelShape.from_args(args)
     own, experts = {"tp_rank": state.tp_rank, "tp_size": state.tp_size}, (state.etp_rank, state.etp_size)
     load_hf_checkpoint(built, shape, family, folder, **own, etp_rank=experts[0], etp_size=experts[1])
@@ -114,7 +115,7 @@ def logits_of(module: torch.nn.Module, state: Any, vocab_size: int) -> Tensor:
 
 
 def _gradients(built: Any, shape: Any, family: Any, state: Any) -> dict[str, Tensor]:
-    from slimrl.weights.export import iter_hf_tensors
+    from slimrl.weights.update.export import iter_hf_tensors
 
     for parameter in built.parameters():
         parameter.data = parameter.main_grad.clone()

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slimrl.weights.fp8_blocks import dequantised
-from slimrl.weights.torch_dist import TorchDistCheckpoint
+from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint
+from slimrl.weights.hf_checkpoint import dequantised
 from tests.families import conversion_jobs, latent_jobs
 from tests.families.conftest import Pools
 from tests.families.conversion_jobs import Journey

@@ -59,9 +59,9 @@ def test_logits_equal_those_of_transformers(layout, toy, outcomes, expected):
 
 @pytest.mark.parametrize(("layout", "toy"), CASES)
 def test_every_rank_exports_every_tensor_once_as_it_was_stored(layout, toy, outcomes, folders):
-    from slimrl.weights.families import family_for
-    from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-    from slimrl.weights.shape import ModelShape
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 
     config = read_hf_config(folders[toy])
     family = family_for(config)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from tests.families import jobs
 from tests.families.conftest import Pools
 from tests.families.layouts import LAYOUTS, flags

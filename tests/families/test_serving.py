@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.weights.update.topology import EngineEndpoint
 from tests.families.conftest import Pools
 from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags
 from tests.families.toys import TOYS, Toy

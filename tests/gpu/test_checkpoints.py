@@ -21,19 +21,20 @@ pytestmark = [pytest.mark.slow, needs()]
 
 def save_beside_training(rank: int, world_size: int, init_method: str, args: Arguments, root: Path) -> bool:
     """One state saved in the way and in the background, there held back while the device overwrites everything."""
-    from slimrl.megatron import checkpoint, checkpoint_io
-    from slimrl.megatron.checkpoint_saver import CheckpointSaver
+    from slimrl.megatron.checkpoint import io
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.checkpoint.saver import CheckpointSaver
 
     trainer: Any = ranks.start(rank, world_size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, tiny.recorded_rollout(0)))
     trainer.save(0, {}, root / "in_the_way")
-    released, write = threading.Event(), checkpoint_io.write
+    released, write = threading.Event(), io.write
 
     def held_back(*arguments: Any) -> None:
         assert released.wait(120)
         write(*arguments)
 
-    checkpoint_io.write = held_back
+    io.write = held_back
     saver = CheckpointSaver(background=True, retention=trainer._saver._retention, timeout=trainer._saver._timeout)
     state = trainer._training_state()
     saver.save(root / "behind", 0, lambda: checkpoint.take_snapshot(state, 0, {}, with_optimizer=True, copy=True))

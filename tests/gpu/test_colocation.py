@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.communicators import Communicators
-from slimrl.megatron.offload import TrainingMemory
-from slimrl.platform.decisions import SUSPENDS_SINCE
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.launch import ServerLaunch
-from slimrl.sglang.memory import EngineMemory
-from slimrl.sglang.server import ServerProcess
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.engine_memory import EngineMemory
+from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.megatron.offload import Communicators, TrainingMemory
+from slimrl.platform.launch_env import SUSPENDS_SINCE
 from tests.gpu.conftest import needs
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool

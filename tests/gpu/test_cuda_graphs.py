@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.launch import ServerLaunch
-from slimrl.sglang.memory import EngineMemory
-from slimrl.sglang.server import ServerProcess
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.engine_memory import EngineMemory
+from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.sglang.server import ServerProcess
 from tests.gpu.conftest import needs
 from tests.sglang.test_memory import greedy
 

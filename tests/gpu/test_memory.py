@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.algorithms.log_probs import vocab_parallel_log_probs
-from slimrl.algorithms.output_log_probs import output_log_probs
+from slimrl.algorithms.log_probs import output_log_probs, vocab_parallel_log_probs
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.gpu.conftest import needs
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import run_ranks

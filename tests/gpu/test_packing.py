@@ -27,12 +27,12 @@ def logits_and_gradient(
 
     `packs` are the numbers of the samples that stand in each pack; the loss is a fixed weighting of the logits.
     """
-    from slimrl.megatron import model, parallel
-    from slimrl.megatron.sequences import packed_sequences
-    from slimrl.megatron.zigzag import held_rows
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.megatron.model.micro_batch import held_rows, packed_sequences
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     generator = torch.Generator().manual_seed(7)
     samples = [torch.randint(args.vocab_size, (length,), generator=generator) for length in LENGTHS]
     weights = [torch.randn(length, args.padded_vocab_size, generator=generator) for length in LENGTHS]
@@ -78,7 +78,7 @@ def test_a_pack_gives_the_logits_and_gradients_of_its_samples_alone(implementati
 @needs(gpus=2)
 @pytest.mark.parametrize("implementation", EACH)
 def test_two_ranks_that_share_a_pack_give_what_one_gives(implementation: str):
-    from slimrl.megatron.zigzag import held_rows
+    from slimrl.megatron.model.micro_batch import held_rows
 
     args, bound = flags(implementation)
     shared_args, _ = flags(implementation, context_parallel_size=2)
@@ -93,8 +93,8 @@ def test_attention_never_waits_for_the_device():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from slimrl.megatron.attention import PackedCoreAttention
-    from slimrl.megatron.sequences import packed_sequences
+    from slimrl.megatron.model.attention import PackedCoreAttention
+    from slimrl.megatron.model.micro_batch import packed_sequences
 
     config = TransformerConfig(
         num_layers=1, hidden_size=256, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0

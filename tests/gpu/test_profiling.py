@@ -9,8 +9,7 @@ import pickle
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.memory_history import MemoryHistory
-from slimrl.megatron.profiler import ACTOR, PartProfiler
+from slimrl.megatron.training.profiling import ACTOR, MemoryHistory, PartProfiler
 from tests.gpu.conftest import needs
 
 pytestmark = needs()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.gpu.conftest import needs
 from tests.megatron import ranks, test_freeze, tiny
 from tests.megatron.launch import RankPool

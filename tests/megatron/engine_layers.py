@@ -26,10 +26,9 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.megatron import patches
-from slimrl.megatron.attention import PackedCoreAttention
-from slimrl.megatron.mla import WholeLinear
-from slimrl.megatron.model import own_layers
-from slimrl.megatron.norm import RMSNorm
+from slimrl.megatron.model.attention import PackedCoreAttention, WholeLinear
+from slimrl.megatron.model.layers import RMSNorm
+from slimrl.megatron.model.model_builder import own_layers
 
 
 class WithExtraState:

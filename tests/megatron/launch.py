@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 # imported by the server; none of them starts a thread
-PRELOADED = ["slimrl.megatron.trainer", "slimrl.weights.sync", "transformers"]
+PRELOADED = ["slimrl.megatron.training.trainer", "slimrl.weights.update.weight_updater", "transformers"]
 # Of the server alone. Some of these modules ask torch for GPUs while they are imported, and torch answers by
 # initialising CUDA, which no fork of that process can do again, unless it is told to ask NVML.
 SERVER_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

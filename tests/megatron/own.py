@@ -132,7 +132,7 @@ def fails(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> Any
 
 
 def half_frozen(pre_process: bool, post_process: bool, *, args: Any, config: Any) -> Any:
-    from slimrl.megatron.model import policy_model
+    from slimrl.megatron.model.model_builder import policy_model
 
     model = policy_model(args, config, pre_process, post_process)
     if pre_process:

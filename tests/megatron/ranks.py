@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
-from slimrl.data.packing import schedule_batch
+from slimrl.data.train_batch import RolloutBatch, schedule_batch
 
 
 @dataclasses.dataclass
@@ -33,13 +32,15 @@ def _model_type(args: Arguments) -> str:
 
 def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, target: Path) -> None:
     """Hugging Face folder to torch_dist checkpoint."""
-    from slimrl.megatron import checkpoint, model, parallel
-    from slimrl.weights.families import family_for
-    from slimrl.weights.load import load_hf_checkpoint
-    from slimrl.weights.shape import ModelShape
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.model import model_builder
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     family = family_for({"model_type": _model_type(args)})
     shape = ModelShape.from_args(args)
     load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
@@ -52,9 +53,9 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
 
     `family` is that of the tiny models where none is given.
     """
-    from slimrl.weights.export import iter_hf_tensors
-    from slimrl.weights.families import family_for
-    from slimrl.weights.shape import ModelShape
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.update.export import iter_hf_tensors
 
     parameters = [parameter for stage in trainer.stages for parameter in stage.parameters()]
     own = [parameter.data for parameter in parameters]
@@ -80,7 +81,7 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
 
 def start(rank: int, world_size: int, init_method: str, args: Arguments, **more: Any) -> Any:
     """A trainer."""
-    from slimrl.megatron.trainer import MegatronTrainer
+    from slimrl.megatron.training.trainer import MegatronTrainer
 
     return MegatronTrainer(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method, **more)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 
 
 @dataclasses.dataclass

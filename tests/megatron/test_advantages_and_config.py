@@ -26,7 +26,7 @@ def lone_group() -> Any:
 
 
 def advantages(group: Any, **changes: Any) -> tuple[torch.Tensor, Any]:
-    from slimrl.megatron.advantages import token_advantages
+    from slimrl.megatron.training.train_inputs import token_advantages
 
     batch = tiny.recorded_rollout(0, samples=4)
     log_probs = torch.linspace(-2, -1, batch.loss_mask.numel())
@@ -78,7 +78,7 @@ def test_sequence_parallelism_is_dropped_where_there_is_nothing_to_share():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_what_needs_transformer_engine_is_refused_without_it():
     from slimrl.megatron.config import transformer_config
-    from slimrl.megatron.spec import block_spec
+    from slimrl.megatron.model.layer_spec import block_spec
 
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine: Transformer Engine is not installed"):
         transformer_config(tiny.tiny_args(transformer_impl="transformer_engine"))
@@ -138,7 +138,7 @@ def test_the_schedule_needs_the_length_of_the_run():
 
 
 def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
-    from slimrl.megatron.reference import ReferenceWeights
+    from slimrl.megatron.ref_model import ReferenceWeights
 
     model = torch.nn.Linear(3, 3)
     reference = ReferenceWeights([model])

@@ -16,7 +16,7 @@ def attention() -> torch.nn.Module:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from slimrl.megatron.attention import PackedCoreAttention
+    from slimrl.megatron.model.attention import PackedCoreAttention
 
     config = TransformerConfig(
         num_layers=1,
@@ -62,7 +62,7 @@ def test_packed_sequences_do_not_see_each_other(attention: torch.nn.Module, leng
 
 
 def test_lengths_known_to_the_host_are_not_asked_of_the_device(attention: torch.nn.Module):
-    from slimrl.megatron.sequences import packed_sequences
+    from slimrl.megatron.model.micro_batch import packed_sequences
 
     nowhere = torch.device("meta")  # has no values: whoever asks for one fails
     sequences = packed_sequences(torch.tensor([4, 1, 6]), 1, nowhere, rank=0)
@@ -82,7 +82,7 @@ def test_padded_batches_give_the_same_for_each_sequence(attention: torch.nn.Modu
 def test_the_norm_divides_by_the_root_mean_square_and_is_marked_for_sequence_parallelism():
     from megatron.core.transformer import TransformerConfig
 
-    from slimrl.megatron.norm import RMSNorm
+    from slimrl.megatron.model.layers import RMSNorm
 
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=True

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimrl.megatron import checkpoint_folder
-from slimrl.megatron.checkpoint_folder import CheckpointFolder, find_checkpoint
+from slimrl.megatron.checkpoint import folder
+from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
 
 
 def make(root: Path, iteration: int | None) -> Path:
     """A checkpoint as far as this module looks at it: with a manifest where it is one of training."""
-    partial = checkpoint_folder.begin(root, iteration)
+    partial = folder.begin(root, iteration)
     for name in ("metadata.json", ".metadata", "__0_0.distcp"):
         (partial / name).write_text("{}")
     if iteration is not None:
-        checkpoint_folder.write_manifest(partial, iteration, weight_version=str(iteration + 1))
-    return checkpoint_folder.commit(root, iteration)
+        folder.write_manifest(partial, iteration, weight_version=str(iteration + 1))
+    return folder.commit(root, iteration)
 
 
 def names(root: Path) -> list[str]:
@@ -53,11 +53,11 @@ def test_a_checkpoint_can_be_named_by_its_own_folder(tmp_path: Path):
 
 def test_a_folder_that_was_never_committed_is_not_found_and_gives_way(tmp_path: Path):
     make(tmp_path, 0)
-    partial = checkpoint_folder.begin(tmp_path, 1)
+    partial = folder.begin(tmp_path, 1)
     (partial / "half").write_text("x")
     assert partial.name == "iter_0000001.tmp"
     assert find_checkpoint(tmp_path) == CheckpointFolder(tmp_path / "iter_0000000", 0)
-    assert list(checkpoint_folder.begin(tmp_path, 1).iterdir()) == []
+    assert list(folder.begin(tmp_path, 1).iterdir()) == []
 
 
 def test_saving_the_same_rollout_again_replaces_the_old_checkpoint(tmp_path: Path):
@@ -69,10 +69,10 @@ def test_saving_the_same_rollout_again_replaces_the_old_checkpoint(tmp_path: Pat
 
 def test_a_replacement_that_was_killed_between_its_two_renames_leaves_the_old_checkpoint_in_use(tmp_path: Path):
     (make(tmp_path, 1) / "old").write_text("x")
-    checkpoint_folder.begin(tmp_path, 1)
+    folder.begin(tmp_path, 1)
     (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.old")
     assert find_checkpoint(tmp_path) == CheckpointFolder(tmp_path / "iter_0000001.old", 1)
-    checkpoint_folder.begin(tmp_path, 2)
+    folder.begin(tmp_path, 2)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002.tmp", "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "iter_0000001" / "old").exists()
 
@@ -81,7 +81,7 @@ def test_a_new_save_clears_what_killed_runs_left_and_nothing_else(tmp_path: Path
     make(tmp_path, 1)
     for left in ("iter_0000007.tmp", "iter_0000001.old", "notes.tmp", "iter_5.tmp", "hf"):
         (tmp_path / left).mkdir()
-    checkpoint_folder.begin(tmp_path, 2)
+    folder.begin(tmp_path, 2)
     kept = ["hf", "iter_0000001", "iter_0000002.tmp", "iter_5.tmp", "latest_checkpointed_iteration.txt", "notes.tmp"]
     assert names(tmp_path) == kept
 
@@ -109,14 +109,14 @@ def test_only_checkpoints_that_training_wrote_are_counted_as_its_own(tmp_path: P
     shutil.copytree(tmp_path / "iter_0000003", tmp_path / "iter_0000008")  # says 3 inside
     (tmp_path / "iter_0000009").mkdir()
     (tmp_path / "iter_0000009" / "metadata.json").write_text("{}")  # another program's
-    assert checkpoint_folder.own_iterations(tmp_path) == [1, 3]
+    assert folder.own_iterations(tmp_path) == [1, 3]
 
 
 def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path, 1)
     make(tmp_path, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: None)  # a kill before the files are gone
-    checkpoint_folder.remove(tmp_path, 1)
+    folder.remove(tmp_path, 1)
     assert names(tmp_path) == ["iter_0000001.tmp", "iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
@@ -124,20 +124,20 @@ def test_a_missing_step_and_an_unreadable_tracker_are_named(tmp_path: Path):
     make(tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="iter_0000007 does not exist"):
         find_checkpoint(tmp_path, 7)
-    (tmp_path / checkpoint_folder.TRACKER_NAME).write_text("one")
+    (tmp_path / folder.TRACKER_NAME).write_text("one")
     with pytest.raises(ValueError, match="says 'one': it must hold an iteration number or the word release"):
         find_checkpoint(tmp_path)
 
 
 def test_the_data_state_comes_back_as_it_was(tmp_path: Path):
     state = {"epoch": 2, "order": torch.arange(3), "buffer": [{"label": None, "text": "é"}], "rng": (3, (1, 2), None)}
-    checkpoint_folder.write_data_state(tmp_path, checkpoint_folder.encode_data_state(state))
-    loaded = checkpoint_folder.read_data_state(tmp_path)
+    folder.write_data_state(tmp_path, folder.encode_data_state(state))
+    loaded = folder.read_data_state(tmp_path)
     assert torch.equal(loaded.pop("order"), state.pop("order"))
     assert loaded == state
-    assert checkpoint_folder.read_data_state(tmp_path / "absent") is None
+    assert folder.read_data_state(tmp_path / "absent") is None
 
 
 def test_a_data_state_that_could_not_be_loaded_is_refused_when_it_is_saved():
     with pytest.raises(ValueError, match="not plain data"):
-        checkpoint_folder.encode_data_state({"folder": CheckpointFolder(Path("x"), 1)})
+        folder.encode_data_state({"folder": CheckpointFolder(Path("x"), 1)})

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.end_to_end import checkpoints
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
@@ -51,16 +51,16 @@ def save_while_training(
     rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch]
 ) -> Held:
     """Save twice, the first time with the files held back until a whole rollout has been trained on."""
-    from slimrl.megatron import checkpoint_io
+    from slimrl.megatron.checkpoint import io
 
     root = Path(args.save)
-    released, write = threading.Event(), checkpoint_io.write
+    released, write = threading.Event(), io.write
 
     def held_back(*arguments: Any) -> Any:
         assert released.wait(60)
         return write(*arguments)
 
-    checkpoint_io.write = held_back
+    io.write = held_back
     args.async_save = False  # the same state, saved in the way of training
     trainer = ranks.start(rank, world_size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, rollouts[0]))
@@ -139,7 +139,7 @@ def save_without_room(
     """The errors of saves of which one rank has no room, and what lies there after each."""
     import torch.distributed as dist
 
-    from slimrl.megatron.together import CheckpointError
+    from slimrl.platform.collective_errors import CheckpointError
 
     trainer = ranks.start(rank, world_size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, rollout))
@@ -180,7 +180,7 @@ def save_where_nobody_may_write(
     rank: int, world_size: int, init_method: str, args: Arguments, in_the_way: Path
 ) -> list[str]:
     """What a save says whose root is a file, and one whose export would overwrite something."""
-    from slimrl.megatron.together import CheckpointError
+    from slimrl.platform.collective_errors import CheckpointError
 
     trainer = ranks.start(rank, world_size, init_method, args)
     told = []

@@ -22,9 +22,8 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
     from megatron.core.transformer.enums import AttnMaskType
 
     from slimrl.megatron import config, parallel
-    from slimrl.megatron.attention import PackedCoreAttention
-    from slimrl.megatron.sequences import packed_sequences
-    from slimrl.megatron.zigzag import held_rows
+    from slimrl.megatron.model.attention import PackedCoreAttention
+    from slimrl.megatron.model.micro_batch import held_rows, packed_sequences
 
     args = tiny.tiny_args(context_parallel_size=world_size)
     parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -51,7 +50,7 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
 
 
 def test_ranks_that_share_sequences_attend_as_one_rank_does(one_rank: Any, two_ranks: Any):
-    from slimrl.megatron.zigzag import held_rows
+    from slimrl.megatron.model.micro_batch import held_rows
 
     generator = torch.Generator().manual_seed(3)
 

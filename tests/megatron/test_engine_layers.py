@@ -29,7 +29,7 @@ FUSING = ["tests.megatron.engine_layers", "fusing_layers"]
 
 def stored(rank: int, world_size: int, init_method: str, models: list[Arguments]) -> list[set[Any]]:
     """Of each model, all that a checkpoint holds of its weights."""
-    from slimrl.megatron.blueprint import model_blueprint
+    from slimrl.megatron.checkpoint.template import model_blueprint
 
     return [{piece for weight in model_blueprint(args).weights for piece in weight.pieces} for args in models]
 
@@ -59,12 +59,13 @@ class Allocations(TorchDispatchMode):
 
 def described_on_a_gpu(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[int, int]:
     """The bytes of the weights, and all that were allocated while a machine with Transformer Engine described them."""
-    from slimrl.megatron import blueprint, config
+    from slimrl.megatron import config
+    from slimrl.megatron.checkpoint import template
 
     config.transformer_engine_installed = lambda: True
     config.is_cpu = lambda: False
     with Allocations() as allocations:
-        found = blueprint.model_blueprint(args)
+        found = template.model_blueprint(args)
     return sum(piece.nbytes for weight in found.weights for piece in weight.pieces), allocations.nbytes
 
 
@@ -83,14 +84,16 @@ def saved_and_loaded(
     rank: int, world_size: int, init_method: str, writer: Arguments, reader: Arguments, root: Path
 ) -> list[dict[str, Tensor]]:
     """The weights of a model with `writer`'s layers, and of one that `reader`'s layers loaded from its checkpoint."""
-    from slimrl.megatron import checkpoint, model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.model import model_builder
 
     found = []
     for number, args in enumerate((writer, reader)):
         state = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=rank, init_method=f"{init_method}{number}"
         )
-        built = model.build_model(args, state)
+        built = model_builder.build_model(args, state)
         if number == 0:
             with torch.no_grad():
                 for parameter in built.parameters():
@@ -145,7 +148,7 @@ def test_a_weight_that_the_model_lacks_is_named(one_rank: RankPool, tmp_path: Pa
 
 
 def test_a_stage_that_is_not_filled_completely_is_refused():
-    from slimrl.megatron.checkpoint import _fill
+    from slimrl.megatron.checkpoint.state import _fill
 
     with pytest.raises(ValueError, match="/saved gave nothing for bias"):
         _fill(torch.nn.Linear(2, 2), {"weight": torch.zeros(2, 2)}, Path("/saved"))
@@ -192,10 +195,11 @@ def test_training_is_resumed_by_the_other_kind_of_layers(
 
 def epsilons(rank: int, world_size: int, init_method: str, args: Arguments) -> dict[str, float]:
     """Of each norm of a model, by the name of its module."""
-    from slimrl.megatron import model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     found = {
         _local_name(name): module.eps
         for module_name, module in built.named_modules()

@@ -24,7 +24,9 @@ def expert_gradients(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from slimrl.megatron import checkpoint, config, model, parallel, spec
+    from slimrl.megatron import config, parallel
+    from slimrl.megatron.checkpoint import state
+    from slimrl.megatron.model import layer_spec, model_builder
 
     parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape = dataclasses.replace(
@@ -36,17 +38,17 @@ def expert_gradients(
     )
     built = GPTModel(
         config=shape,
-        transformer_layer_spec=spec.block_spec(shape),
+        transformer_layer_spec=layer_spec.block_spec(shape),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=64,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
     )
     if marked:
-        model.mark_expert_parameters(built)
+        model_builder.mark_expert_parameters(built)
     if world_size == 1:
-        checkpoint.save_model_only(built, folder)
-    checkpoint.load_model_only(built, folder)
+        state.save_model_only(built, folder)
+    state.load_model_only(built, folder)
     wrapped = DistributedDataParallel(shape, config.ddp_config(args), built)
     tokens = torch.arange(16)[None] * 7 % args.vocab_size
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, tiny
 from tests.megatron.conftest import Models
 from tests.megatron.host_reads import HostReads, Transfers
@@ -46,23 +46,24 @@ def train_nowhere(
     """By model and by loss, the copies from the host to the device; raises where a value is read back."""
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-    from slimrl.megatron import forward, parallel
-    from slimrl.megatron.loss import PolicyLossSettings, policy_loss_sums
-    from slimrl.megatron.micro_batch import pack_micro_batch
-    from slimrl.megatron.model import build_model
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model.micro_batch import pack_micro_batch
+    from slimrl.megatron.model.model_builder import build_model
+    from slimrl.megatron.training import forward_step
+    from slimrl.megatron.training.loss import PolicyLossSettings, policy_loss_sums
 
     plain = tiny.tiny_args()
     state = parallel.initialize(plain, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     rollout = tiny.recorded_rollout(3)
     micro_batch = pack_micro_batch(rollout, range(len(rollout)), length_multiple=1, device=NOWHERE)
     column = torch.zeros(rollout.loss_mask.numel(), device=NOWHERE)
-    columns = forward.ResponseColumns(*[column] * 6)
+    columns = forward_step.ResponseColumns(*[column] * 6)
 
     cuda = rotary_pos_embedding.torch.cuda  # megatron-core's view of it
     host = cuda.current_device
 
     def run(model: torch.nn.Module, args: Arguments) -> dict[str, int]:
-        settings = forward.LogProbSettings.from_args(args, state)
+        settings = forward_step.LogProbSettings.from_args(args, state)
         packed, wanted = micro_batch.sequences, settings.wanted(micro_batch)
         cuda.current_device = lambda: NOWHERE
         model(micro_batch.tokens, None, None, packed_seq_params=packed)  # the first pass moves tables of frequencies
@@ -109,7 +110,7 @@ def count_reads(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> tuple[collections.Counter[str], collections.Counter[str], int, int]:
     """What log-probabilities read, what training reads; passes for log-probabilities, micro-batches trained on."""
-    from slimrl.megatron import trainer as module
+    from slimrl.megatron.training import trainer as module
 
     counts = {name: (collections.Counter(), []) for name in ("compute_scores", "forward_backward")}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.weights.file_checksums import CHECKSUMS_NAME, CheckedFolder
+from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, CheckedFolder
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 
@@ -119,7 +119,7 @@ def load_each(rank: int, world_size: int, init_method: str, args: Arguments) -> 
     """What loading says of a genuine checkpoint, of one without checksums, and of each of `WAYS`; and the log."""
     import logging
 
-    from slimrl.megatron import checkpoint
+    from slimrl.megatron.checkpoint import state as checkpoint
 
     log = io.StringIO()
     logging.getLogger("slimrl").addHandler(logging.StreamHandler(log))

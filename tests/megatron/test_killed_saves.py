@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
-from slimrl.megatron import checkpoint_folder
-from slimrl.megatron.checkpoint_folder import find_checkpoint
-from slimrl.megatron.retention import Retention
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.checkpoint import folder as checkpoint_folder
+from slimrl.megatron.checkpoint.folder import Retention, find_checkpoint
 from tests.end_to_end import checkpoints
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool

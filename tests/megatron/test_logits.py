@@ -23,10 +23,11 @@ def packed_logits(
     """Logits [tokens, vocab] of every sequence, run in the given packs; padding to a multiple of 8 in each."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from slimrl.megatron import model, parallel
-    from slimrl.weights.families import family_for
-    from slimrl.weights.load import load_hf_checkpoint
-    from slimrl.weights.shape import ModelShape
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder as model
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model.build_model(args, state).eval()

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from slimrl.megatron.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
+from slimrl.megatron.training.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
 
 SETTINGS = PolicyLossSettings(
     eps_clip=0.2,

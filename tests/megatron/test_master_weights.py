@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks
 from tests.megatron.test_freeze import SETTINGS, flags
 from tests.megatron.test_sharding import ROLLOUTS, SPREAD, relative_error, told, train

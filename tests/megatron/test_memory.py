@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, tiny
 
 
 def test_what_operations_keep_counts_once_for_each_piece_of_memory():
-    from slimrl.megatron.memory import KeptForBackward
+    from slimrl.megatron.training.memory_report import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
     with KeptForBackward({weight.untyped_storage().data_ptr()}) as kept:
@@ -24,7 +24,7 @@ def test_what_operations_keep_counts_once_for_each_piece_of_memory():
 
 
 def test_what_a_backward_pass_has_let_go_of_counts_no_longer():
-    from slimrl.megatron.memory import KeptForBackward
+    from slimrl.megatron.training.memory_report import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
     with KeptForBackward({weight.untyped_storage().data_ptr()}) as kept:
@@ -35,7 +35,7 @@ def test_what_a_backward_pass_has_let_go_of_counts_no_longer():
 
 
 def test_the_sentence_has_measured_and_planned_side_by_side():
-    from slimrl.megatron.memory import sentence
+    from slimrl.megatron.training.memory_report import sentence
 
     measured = {"parameters": 2**30, "gradients": 2**31, "optimizer": 3 * 2**29, "activations": 5 * 2**20}
     assert sentence(measured, measured | {"activations": 2**21}, 4096) == (

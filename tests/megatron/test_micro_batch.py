@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimrl.data.batch import RolloutBatch
-from slimrl.megatron.micro_batch import pack_micro_batch
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.model.micro_batch import pack_micro_batch
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from slimrl.megatron.missing_kernels import slower_on_gpu, warn
+from slimrl.megatron.patches import slower_on_gpu, warn
 from tests.megatron import tiny
 
 PLAIN = tiny.tiny_args()

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
-from slimrl.megatron.communicators import Communicators, distinct_backends
-from slimrl.megatron.offload import AsleepError, State, TrainingMemory
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.offload import AsleepError, Communicators, State, TrainingMemory, distinct_backends
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import SPREAD
@@ -76,7 +75,7 @@ def test_views_stay_views_of_the_same_memory():
 
 
 def test_memory_larger_than_a_chunk_comes_back_whole(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimrl.megatron.pinned_memory.CHUNK_BYTES", KIB)
+    monkeypatch.setattr("slimrl.megatron.offload.CHUNK_BYTES", KIB)
     values = torch.randn(1000)  # 3 chunks of 1 KiB and one of 928 bytes
     before = values.clone()
     sleeper = memory([values], [], [])

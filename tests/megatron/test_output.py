@@ -34,10 +34,11 @@ def sharded_names(rank: int, world_size: int, init_method: str, args: Arguments)
     """What a checkpoint holds of the model, and of the plain GPTModel in its place."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from slimrl.megatron import model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     own = list(built.sharded_state_dict())
     built.output_layer.__class__ = ColumnParallelLinear
     plain = list(built.sharded_state_dict())

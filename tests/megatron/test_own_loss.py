@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from slimrl.hooks import HookFailedError
-from slimrl.megatron.loss import PolicyLossSettings
-from slimrl.megatron.micro_batch import pack_micro_batch
-from slimrl.megatron.own_loss import OwnLoss
-from slimrl.megatron.own_parts import OwnParts
-from slimrl.megatron.rollout_data import judged
-from slimrl.megatron.step_metrics import _check_names
-from slimrl.megatron.training_hooks import TrainingHooks
+from slimrl.megatron.model.micro_batch import pack_micro_batch
+from slimrl.megatron.training.custom_loss import OwnLoss
+from slimrl.megatron.training.loss import OwnParts, PolicyLossSettings
+from slimrl.megatron.training.train_inputs import TrainingHooks, judged
+from slimrl.megatron.training.train_metrics import _check_names
 from tests.megatron import tiny
 
 

@@ -151,7 +151,8 @@ def output_layer(rank: int, world_size: int, init_method: str, apply: bool) -> A
     """Whether the output layer and a row-parallel layer of a model that fuses gradients do so too."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    from slimrl.megatron import config, model, parallel
+    from slimrl.megatron import config, parallel
+    from slimrl.megatron.model import model_builder
 
     args = tiny.tiny_args(untie_embeddings_and_output_weights=True)
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -160,7 +161,7 @@ def output_layer(rank: int, world_size: int, init_method: str, apply: bool) -> A
             patch.apply()
     shape = config.transformer_config(args)
     shape.gradient_accumulation_fusion = True
-    built = model.policy_model(args, shape, True, True)
+    built = model_builder.policy_model(args, shape, True, True)
     rows = [module for module in built.modules() if isinstance(module, RowParallelLinear)]
     kept = all(module.config is shape for module in (built.output_layer, *rows))
     fused = {module.gradient_accumulation_fusion for module in (built.output_layer, *rows)}

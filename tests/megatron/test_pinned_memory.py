@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
-from slimrl.megatron.pinned_memory import CHUNK_BYTES, HostCopy, HostMemory
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.offload import CHUNK_BYTES, HostCopy, HostMemory
 from tests.megatron import ranks, tiny
 from tests.megatron.conftest import Models
 from tests.megatron.launch import RankPool
@@ -69,7 +69,7 @@ def test_locked_chunks_are_used_again_and_others_given_back():
 
 
 def test_tensors_of_every_kind_come_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimrl.megatron.pinned_memory.CHUNK_BYTES", KIB)
+    monkeypatch.setattr("slimrl.megatron.offload.CHUNK_BYTES", KIB)
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(37, 41, generator=generator)
     tensors = [
@@ -100,12 +100,12 @@ def hold(
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    from slimrl.arguments.plan.memory import training_memory
-    from slimrl.megatron import pinned_memory
-    from slimrl.megatron.model import build_model
-    from slimrl.megatron.sequences import packed_sequences
+    from slimrl.arguments.dry_run.memory import training_memory
+    from slimrl.megatron import offload
+    from slimrl.megatron.model.micro_batch import packed_sequences
+    from slimrl.megatron.model.model_builder import build_model
 
-    pinned_memory.CHUNK_BYTES = 4 * KIB
+    offload.CHUNK_BYTES = 4 * KIB
     made: list[Any] = []
 
     def remember(kind: type) -> None:
@@ -133,7 +133,7 @@ def hold(
     held = trainer._reference.host_bytes
     trainer.memory.wake()
     trainer.close()
-    return training_memory(args)[0].host, held, pinned_memory.CHUNK_BYTES, kept, left
+    return training_memory(args)[0].host, held, offload.CHUNK_BYTES, kept, left
 
 
 @pytest.mark.slow

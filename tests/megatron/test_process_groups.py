@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slimrl.arguments import Arguments
 from slimrl.megatron import parallel
-from slimrl.platform import decisions
+from slimrl.platform import launch_env
 from tests.megatron import tiny
 from tests.megatron.launch import run_ranks
 
@@ -65,7 +65,7 @@ def test_partial_groups_in_every_order_need_no_collective_of_others():
 
 def join_beside_training(rank: int, world_size: int, init_method: str, args: Arguments, port_file: str) -> float:
     """Ranks 0 and 1 train; rank 0 alone joins a group with an outsider, which "rank" 2 plays, while 1 goes on."""
-    from slimrl.weights.transport_distributed import join_group
+    from slimrl.weights.update.transport_distributed import join_group
 
     place = Path(port_file)
     value = torch.zeros(3)
@@ -108,7 +108,7 @@ def test_on_gpus_the_default_group_is_opened_without_a_device(monkeypatch):
         raise OpenedError
 
     monkeypatch.setattr(parallel, "bind_local_device", lambda rank: torch.device("cuda", rank))
-    monkeypatch.setattr(parallel, "this_machine", lambda: decisions.Machine(cuda=True, gpus=1))
+    monkeypatch.setattr(parallel, "this_machine", lambda: launch_env.Machine(cuda=True, gpus=1))
     monkeypatch.setattr(dist, "init_process_group", record)
     with pytest.raises(OpenedError):
         parallel.initialize(tiny.tiny_args(), rank=0, world_size=1, init_method="file:///nowhere")

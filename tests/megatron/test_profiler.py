@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.memory_history import MemoryHistory
-from slimrl.megatron.profiler import ACTOR, LOG_PROBS, PartProfiler
+from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, MemoryHistory, PartProfiler
 from tests.megatron import ranks, tiny
 
 

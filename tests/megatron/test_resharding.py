@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments, read_args
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.families.toys import TOYS
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
@@ -47,8 +47,8 @@ def save_and_step(
 ) -> Step:
     """`steps` rollouts from where --load stands, each saved but for the last."""
     from slimrl.megatron.optimizer import step_counts
-    from slimrl.weights.families import family_for
-    from slimrl.weights.hf_files import read_hf_config
+    from slimrl.models.families import family_for
+    from slimrl.weights.hf_checkpoint import read_hf_config
 
     trainer = ranks.start(rank, world_size, init_method, args)
     first = trainer.start_rollout_id
@@ -137,7 +137,7 @@ def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 def check_export(folder: Path, weights: dict[str, Tensor]) -> None:
     """The Hugging Face folder beside the checkpoint holds the checkpoint's weights, bit for bit."""
-    from slimrl.weights.hf_files import HfCheckpoint
+    from slimrl.weights.hf_checkpoint import HfCheckpoint
 
     with HfCheckpoint(folder) as checkpoint:
         assert set(checkpoint.names) - {"lm_head.weight"} == weights.keys() - {"lm_head.weight"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.megatron import checkpoint_folder
-from slimrl.megatron.retention import Retention
+from slimrl.megatron.checkpoint import folder
+from slimrl.megatron.checkpoint.folder import Retention
 
 EVERY_SECOND = [1, 3, 5, 7, 9]  # saved after 2, 4, 6, 8 and 10 rollouts
 
@@ -32,10 +32,10 @@ def test_checkpoints_that_an_earlier_run_went_on_to_are_not_counted_nor_removed(
 
 
 def make(root: Path, iteration: int) -> None:
-    partial = checkpoint_folder.begin(root, iteration)
+    partial = folder.begin(root, iteration)
     (partial / "metadata.json").write_text("{}")
-    checkpoint_folder.write_manifest(partial, iteration)
-    checkpoint_folder.commit(root, iteration)
+    folder.write_manifest(partial, iteration)
+    folder.commit(root, iteration)
 
 
 def test_what_training_did_not_write_stays(tmp_path: Path):
@@ -55,6 +55,6 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_and_training_goes_on(tmp_p
     def refuse(root: Path, iteration: int) -> None:
         raise PermissionError(f"{root / 'iter_0000001'} is read-only")
 
-    monkeypatch.setattr(checkpoint_folder, "remove", refuse)
+    monkeypatch.setattr(folder, "remove", refuse)
     Retention(1).apply(tmp_path, 2)
     assert "an old checkpoint could not be deleted" in caplog.text and "iter_0000001 is read-only" in caplog.text

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from slimrl.hooks import HookFailedError
-from slimrl.megatron.forward import ResponseColumns
-from slimrl.megatron.rollout_data import judged
-from slimrl.megatron.train_dump import _samples
-from slimrl.megatron.training_hooks import TrainingHooks
+from slimrl.megatron.training.forward_step import ResponseColumns
+from slimrl.megatron.training.train_dump import _samples
+from slimrl.megatron.training.train_inputs import TrainingHooks, judged
 from tests.megatron import tiny
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.observability.metric_table import METRICS
 from slimrl.observability.metrics import metric_of
+from slimrl.observability.metrics.registry import METRICS
 from tests.megatron import layouts, ranks, reference
 from tests.megatron.layouts import SETTINGS, Layout
 
@@ -131,7 +131,7 @@ def by_hand(models: layouts.Models, rollout: Any) -> dict[str, float]:
 
 
 def test_times_of_a_phase_are_added_up_and_taken_once():
-    from slimrl.megatron.rollout_means import PhaseTimes
+    from slimrl.megatron.training.train_metrics import PhaseTimes
 
     times = PhaseTimes(torch.device("cpu"))
     started = time.perf_counter()

@@ -55,9 +55,10 @@ def compare(rank: int, world_size: int, init_method: str, models: dict[str, Argu
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from slimrl.megatron import parallel, sequences
-    from slimrl.megatron.model import build_model
-    from slimrl.megatron.zigzag import held_rows
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import micro_batch
+    from slimrl.megatron.model.micro_batch import held_rows
+    from slimrl.megatron.model.model_builder import build_model
 
     args = next(iter(models.values()))
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -65,7 +66,7 @@ def compare(rank: int, world_size: int, init_method: str, models: dict[str, Argu
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, tiny.VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
     tokens = tokens[held_rows(lengths, state.cp_rank, state.cp_size)].unsqueeze(0)
-    own = sequences.packed_sequences(lengths, state.cp_size, state.device, rank=state.cp_rank)
+    own = micro_batch.packed_sequences(lengths, state.cp_size, state.device, rank=state.cp_rank)
     boundaries = {field.name: getattr(own, field.name) for field in dataclasses.fields(PackedSeqParams)}
     calls = {"asked": 0, "gathered": 0}
 
@@ -77,8 +78,8 @@ def compare(rank: int, world_size: int, init_method: str, models: dict[str, Argu
         return call
 
     rope_utils._apply_rotary_pos_emb_thd = counted("asked", rope_utils._apply_rotary_pos_emb_thd)
-    gather = sequences.TokenFrequencies.of
-    sequences.TokenFrequencies.of = lambda self, positions, make: gather(self, positions, counted("gathered", make))
+    gather = micro_batch.TokenFrequencies.of
+    micro_batch.TokenFrequencies.of = lambda self, positions, make: gather(self, positions, counted("gathered", make))
 
     def run(model: torch.nn.Module, packed: PackedSeqParams) -> tuple[dict[str, Tensor], dict[str, int]]:
         calls.update(asked=0, gathered=0)
@@ -129,7 +130,7 @@ def test_tokens_that_two_tensor_parallel_ranks_share_between_layers(two_ranks: R
 
 
 def test_frequencies_are_let_go_of_with_the_pass_and_the_boundaries_stay():
-    from slimrl.megatron.sequences import for_one_pass, packed_sequences
+    from slimrl.megatron.model.micro_batch import for_one_pass, packed_sequences
 
     own = packed_sequences(torch.tensor(LENGTHS), 2, torch.device("cpu"), rank=1)
     # the second and third quarter of each sequence
@@ -155,7 +156,7 @@ def test_layers_with_the_fused_kernel_keep_megatron_cores_attention():
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from slimrl.megatron.config import transformer_config
-    from slimrl.megatron.rotary import PackedLatentSelfAttention, PackedSelfAttention, with_token_frequencies
+    from slimrl.megatron.model.rotary import PackedLatentSelfAttention, PackedSelfAttention, with_token_frequencies
 
     for flags, latent, plain, own in (
         ({}, False, SelfAttention, PackedSelfAttention),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments, read_args
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.families.toys import TOYS
 from tests.megatron import ranks, tiny
 
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 def biases(rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, Tensor]:
     """By global name, the biases of this rank's routers after one optimizer step."""
-    from slimrl.weights.megatron_names import global_tensors
+    from slimrl.weights.reshard import global_tensors
 
     trainer = ranks.start(rank, world_size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, rollout))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, reference, tiny
 from tests.megatron.layouts import CP2, SPREAD, relative_error
 from tests.megatron.test_freeze import SETTINGS, flags

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, Arguments]) -> dict[str, set[str]]:
     """By model, the keys of its checkpoint."""
-    from slimrl.megatron.blueprint import model_blueprint
+    from slimrl.megatron.checkpoint.template import model_blueprint
 
     return {
         name: {piece.key for weight in model_blueprint(args).weights for piece in weight.pieces}
@@ -24,13 +24,14 @@ def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, 
 
 
 def refusal(rank: int, world_size: int, init_method: str, args: Arguments, changes: dict[str, Any]) -> str:
-    from slimrl.megatron import config, spec
+    from slimrl.megatron import config
+    from slimrl.megatron.model import layer_spec
 
     shape = config.transformer_config(args)
     for name, value in changes.items():
         setattr(shape, name, value)
     try:
-        spec.block_spec(shape)
+        layer_spec.block_spec(shape)
     except ValueError as error:
         return str(error)
     return ""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
-from slimrl.megatron.step_guard import broken_samples
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.training.nonfinite_guard import broken_samples
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import EP2, PP2, SPREAD, TP2
@@ -43,10 +43,12 @@ def biased_models(expert_models: Any, one_rank: RankPool, tmp_path: Path) -> Any
 
 def save_new_model(rank: int, world_size: int, init_method: str, args: Arguments, folder: Path) -> None:
     """A checkpoint of randomly initialised weights."""
-    from slimrl.megatron import checkpoint, model, parallel
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.model import model_builder
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, init_method=init_method)
-    checkpoint.save_model_only(model.build_model(args, state), folder)
+    checkpoint.save_model_only(model_builder.build_model(args, state), folder)
     parallel.shutdown()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimrl.megatron.zigzag import held_rows, pack_order
+from slimrl.megatron.model.micro_batch import held_rows, pack_order
 
 
 def test_a_rank_holds_a_piece_from_the_front_and_one_from_the_back_of_every_sequence():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.data.batch import RolloutBatch
+from slimrl.data.train_batch import RolloutBatch
 
 VOCAB_SIZE = 117  # padded to 128: eleven columns that must not count
 

@@ -10,7 +10,7 @@ import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.observability import show
-from slimrl.observability.dump import dump_path, load_rollout, read_dump, save_rollout
+from slimrl.observability.rollout_dump import dump_path, load_rollout, read_dump, save_rollout
 
 
 def make_samples() -> list[Sample]:

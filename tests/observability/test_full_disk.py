@@ -14,11 +14,11 @@ STEPS = 6
 
 def report_a_run(folder: Path) -> None:
     """Six steps, of which two find the disk full, with everything that reports about them."""
-    from slimrl.observability.charts import TensorBoard
-    from slimrl.observability.dump import save_rollout
-    from slimrl.observability.logs import setup_logging
+    from slimrl.observability.metrics.writers import TensorBoard
+    from slimrl.observability.rollout_dump import save_rollout
     from slimrl.observability.run_log import RunLog, StepRecord
-    from slimrl.processes.optional_files import OptionalFiles
+    from slimrl.observability.terminal import setup_logging
+    from slimrl.processes.best_effort_files import OptionalFiles
 
     class Result:
         mean_reward = 0.5
@@ -88,7 +88,7 @@ def scalars(folder: Path) -> set[int]:
 
 
 def print_through_a_full_disk(folder: Path) -> None:
-    from slimrl.cluster.process_log import redirect_to
+    from slimrl.cluster.ray_session import redirect_to
 
     redirect_to(folder / "logs" / "rank0.log", "info")
     print("before")
@@ -112,9 +112,9 @@ def write_checkpoints(folder: Path) -> None:
     import torch
     import torch.distributed.checkpoint as torch_checkpoint
 
-    from slimrl.megatron.checkpoint_folder import write_bytes
-    from slimrl.weights.checksummed_files import ChecksummingWriter
-    from slimrl.weights.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
+    from slimrl.megatron.checkpoint.folder import write_bytes
+    from slimrl.weights.checkpoint_checksums import ChecksummingWriter
+    from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
 
     values = torch.ones(2, 300_000)
     weight = Weight("decoder.w", (Piece("decoder.w", (0, 0), (2, 300_000), (2, 300_000), values.dtype),), lambda x: [x])

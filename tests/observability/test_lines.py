@@ -4,9 +4,8 @@ import logging
 
 import pytest
 
-from slimrl.observability.lines import short_evaluation, short_step
-from slimrl.observability.logs import TERMINAL_WIDTH, setup_logging
 from slimrl.observability.run_log import RunLog, StepRecord, step_line
+from slimrl.observability.terminal import TERMINAL_WIDTH, setup_logging, short_evaluation, short_step
 from tests.observability.test_run_log import Result
 
 SECONDS = {"generate": 1.24, "train": 0.4, "update_weights": 0.1, "total": 1.8}

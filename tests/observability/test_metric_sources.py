@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.observability.metric_table import METRICS
+from slimrl.observability.metrics.registry import METRICS
 from tests.observability.test_metrics import spelled_out
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.observability.metric_table import METRICS, SECTIONS
 from slimrl.observability.metrics import Metric, axis_of, combine_steps, metric_of
+from slimrl.observability.metrics.registry import METRICS, SECTIONS
 from slimrl.observability.metrics_docs import markdown
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.observability.prometheus import PrometheusError, Target, gauge_name, scrape_targets, write_targets
+from slimrl.observability.metrics.prometheus import PrometheusError, Target, gauge_name, scrape_targets, write_targets
 from slimrl.observability.run_log import RunLog
 from slimrl.observability.summary import load_summary
 from tests.observability.test_run_log import Result, record

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from slimrl.observability.run_checks import RunCheckError, RunChecks
+from slimrl.observability.ci_checks import RunCheckError, RunChecks
 
 STEP = {
     "loss": 0.0,

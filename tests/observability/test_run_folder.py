@@ -3,7 +3,7 @@
 import os
 import stat
 
-from slimrl.observability.run_folder import make_private
+from slimrl.observability.run_log import make_private
 
 
 def rights(path) -> int:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.observability.charts import TensorBoard
+from slimrl.observability.metrics.writers import TensorBoard
 from slimrl.observability.run_log import RunLog, StepRecord, evaluation_words, step_line
 from slimrl.observability.summary import load_summary
 

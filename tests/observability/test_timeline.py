@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.observability.timeline import main, merge, merge_at_end
-from slimrl.observability.timeline_recorder import FORMAT, Timeline, boot_id
+from slimrl.observability.tracer import FORMAT, Timeline, boot_id
 from tests.observability.trace_format import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_a_killed_process_shows_what_it_was_doing_and_its_next_start_goes_on_beh
     path = tmp_path / "timeline" / "driver.jsonl"
     program = f"""
         import os, signal, time
-        from slimrl.observability.timeline_recorder import Timeline
+        from slimrl.observability.tracer import Timeline
         from pathlib import Path
         timeline = Timeline(Path({str(path)!r}), "driver")
         with timeline.span("step 0"):

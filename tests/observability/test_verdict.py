@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
+from slimrl.observability.final_message import last_words, newest_dump, next_commands, verdict
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
-from slimrl.observability.verdict import last_words, newest_dump, next_commands, verdict
 from tests.observability.test_run_log import Result
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import slimrl
-from slimrl.observability.logs import setup_logging
-from slimrl.observability.progress import ProgressBar
-from slimrl.observability.versions import package_versions
+from slimrl.observability.summary import package_versions
+from slimrl.observability.terminal import ProgressBar, setup_logging
 
 
 class Terminal(io.StringIO):
@@ -44,7 +43,7 @@ def test_versions_name_what_is_installed():
 def test_the_run_log_can_be_used_without_importing_torch_or_a_drawing_package():
     code = (
         "import sys, slimrl.observability.run_log, slimrl.observability.report, slimrl.observability.show,"
-        " slimrl.observability.logs, slimrl.observability.progress, slimrl.observability.versions\n"
+        " slimrl.observability.terminal, slimrl.observability.terminal, slimrl.observability.summary\n"
         "print([name for name in ('torch', 'ray', 'matplotlib', 'tensorboard', 'rich', 'tqdm') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -16,9 +16,8 @@ import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.observability import viewer
-from slimrl.observability.dump import RolloutDump, save_rollout
-from slimrl.observability.token_text import token_pieces
-from slimrl.observability.viewer import page
+from slimrl.observability.rollout_dump import RolloutDump, save_rollout
+from slimrl.observability.viewer import page, token_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "4 é😀 </script><script>document.title='taken over'</script>"

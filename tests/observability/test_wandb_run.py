@@ -12,10 +12,10 @@ import types
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.observability import wandb_run
+from slimrl.observability.metrics import writers
+from slimrl.observability.metrics.writers import WandbRun, WandbSettings
 from slimrl.observability.run_log import RunLog
 from slimrl.observability.summary import load_summary
-from slimrl.observability.wandb_run import WandbRun, WandbSettings
 from tests.observability.test_run_log import Result, record
 from tests.observability.wandb_file import axes_of, rows, run_of
 
@@ -151,7 +151,7 @@ class Broken:
 
 def test_a_failure_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     broken = Broken()
-    monkeypatch.setattr(wandb_run, "_open", lambda settings: broken)
+    monkeypatch.setattr(writers, "_open", lambda settings: broken)
     caplog.set_level(logging.INFO, "slimrl")
     logging.getLogger("slimrl").propagate = True
     summary = train(arguments(tmp_path), 0, 5)
@@ -167,7 +167,7 @@ def test_an_end_that_fails_of_whatever_kind_is_said(tmp_path, monkeypatch, caplo
         raise error
 
     run = types.SimpleNamespace(id="x", offline=True, dir="/nowhere/files", log=lambda row: None, finish=fail)
-    monkeypatch.setattr(wandb_run, "_open", lambda settings: run)
+    monkeypatch.setattr(writers, "_open", lambda settings: run)
     logging.getLogger("slimrl").propagate = True
     assert train(arguments(tmp_path), 0, 1)["status"] == "completed"
     assert caplog.text.count("no more is written to W&B") == 1 and type(error).__name__ in caplog.text
@@ -179,14 +179,14 @@ def test_the_package_is_told_to_raise_where_it_does_not_finish_in_time(tmp_path,
     given = {}
     run = types.SimpleNamespace(define_metric=lambda *_, **__: None)
     monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or run)
-    wandb_run._open(WandbSettings.from_args(arguments(tmp_path), None))
+    writers._open(WandbSettings.from_args(arguments(tmp_path), None))
     assert (given["settings"].finish_timeout, given["settings"].finish_timeout_raises) == (30.0, True)
 
 
 def test_a_service_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, caplog):
     forever = threading.Event()
-    monkeypatch.setattr(wandb_run, "_open", lambda settings: forever.wait(30))
-    monkeypatch.setattr(wandb_run, "LATE_START_S", 0.1)
+    monkeypatch.setattr(writers, "_open", lambda settings: forever.wait(30))
+    monkeypatch.setattr(writers, "LATE_START_S", 0.1)
     logging.getLogger("slimrl").propagate = True
     assert train(arguments(tmp_path), 0, 5)["status"] == "completed"
     assert caplog.text.count("it did not finish in time") == 1

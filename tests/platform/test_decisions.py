@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 
-from slimrl.platform.decisions import (
+from slimrl.platform.launch_env import (
     SUSPENDS_SINCE,
+    Machine,
+    Network,
     RunFacts,
     actor_environment,
     default_group,
     keeps_communicators,
     nccl_cumem,
+    network_of,
     of_driver,
     rank_environment,
     rank_without_gpu,
+    this_machine,
 )
-from slimrl.platform.machine import Machine, Network, network_of, this_machine
 
 CPU = Machine(cuda=False, cores=4)
 H100 = Machine(cuda=True, gpus=8, cores=96, nccl=(2, 29, 7))

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.skipif(bool(why_not()), reason=f"two machines: {why_no
 
 RANK = """
 import datetime, os, socket, sys
-from slimrl.platform.decisions import network_environment
-from slimrl.platform.machine import network_of
+from slimrl.platform.launch_env import network_environment
+from slimrl.platform.launch_env import network_of
 rank, own, master = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 assert socket.gethostbyname(socket.gethostname()) == "127.0.1.1"
 os.environ |= network_environment(network_of(own), os.environ)

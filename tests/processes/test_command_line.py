@@ -7,7 +7,7 @@ KEY = "0123456789abcdef"
 SHOW = """
 import sys
 from pathlib import Path
-from slimrl.processes.command_line import show_as
+from slimrl.arguments.redact import show_as
 show_as(["***" if word == "0123456789abcdef" else word for word in sys.argv])
 print(sys.argv[1:], Path("/proc/self/cmdline").read_bytes())
 """

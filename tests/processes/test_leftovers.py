@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import slimrl
-from slimrl.processes import leftovers
+from slimrl.processes import stale_resources
 
 HOLDER = """
 import sys
@@ -37,12 +37,12 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
 
 def swept(folder: Path) -> list[str]:
     """What the next start removes; without this machine's own shared memory."""
-    return leftovers.sweep(folder, str(folder / "shm"))
+    return stale_resources.sweep(folder, str(folder / "shm"))
 
 
-def owned(folder: Path, *shared: Path) -> leftovers.Owner:
+def owned(folder: Path, *shared: Path) -> stale_resources.Owner:
     folder.mkdir()
-    owner = leftovers.own(folder)
+    owner = stale_resources.own(folder)
     for path in shared:
         owner.add_shared_memory(str(path))
     return owner
@@ -97,11 +97,11 @@ def test_what_is_not_ours_stays(kind, tmp_path):
         folder.mkdir()
         (folder / "data").write_text("precious")
     if kind == "another's mark":
-        (folder / leftovers.OWNER).write_text("another program's")
+        (folder / stale_resources.OWNER).write_text("another program's")
     elif kind == "a mark that is a link":
-        (folder / leftovers.OWNER).symlink_to(elsewhere / leftovers.OWNER)
+        (folder / stale_resources.OWNER).symlink_to(elsewhere / stale_resources.OWNER)
     elif kind == "another name":
-        leftovers.own(folder).release()
+        stale_resources.own(folder).release()
     assert swept(tmp_path) == []
     assert folder.exists() and elsewhere.exists()
 
@@ -111,9 +111,9 @@ def test_what_is_not_ours_stays(kind, tmp_path):
 def test_what_belongs_to_another_user_stays(whose, tmp_path):
     folder = tmp_path / "slimrl-1"
     owned(folder).release()
-    os.chown(folder if whose == "the folder" else folder / leftovers.OWNER, 54321, 54321)
+    os.chown(folder if whose == "the folder" else folder / stale_resources.OWNER, 54321, 54321)
     assert swept(tmp_path) == []
-    assert (folder / leftovers.OWNER).exists()
+    assert (folder / stale_resources.OWNER).exists()
 
 
 def test_listed_shared_memory_goes_unless_it_is_mapped_replaced_or_not_listed(tmp_path):
@@ -128,9 +128,9 @@ def test_listed_shared_memory_goes_unless_it_is_mapped_replaced_or_not_listed(tm
     new.write_bytes(b"of the next owner of this name")
     new.rename(files["replaced"])
     with open(files["mapped"], "r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert leftovers.sweep(tmp_path, str(shared)) == []  # its owner lives
+        assert stale_resources.sweep(tmp_path, str(shared)) == []  # its owner lives
         owner.release()
-        removed = leftovers.sweep(tmp_path, str(shared))
+        removed = stale_resources.sweep(tmp_path, str(shared))
     assert removed == [str(files["dead"]), str(tmp_path / "slimrl-1")]
     assert sorted(path.name for path in shared.iterdir()) == [
         f"sglang_loads_{name}" for name in ("mapped", "replaced", "unlisted")
@@ -145,7 +145,7 @@ def test_a_listed_name_leads_nowhere_else(tmp_path):
     status = precious.stat()
     os.write(owner._descriptor, f"{status.st_dev} {status.st_ino} ../precious\n".encode())
     owner.release()
-    assert leftovers.sweep(tmp_path, str(shared)) == [str(tmp_path / "slimrl-1")]
+    assert stale_resources.sweep(tmp_path, str(shared)) == [str(tmp_path / "slimrl-1")]
     assert precious.exists()
 
 
@@ -156,15 +156,15 @@ def test_a_folder_waits_for_the_living_owners_inside(tmp_path):
     segment.write_bytes(b"x")
     owned(outer).release()
     inner = owned(outer / "slimrl-2", segment)
-    assert leftovers.sweep(tmp_path, str(shared)) == [] and segment.exists()
+    assert stale_resources.sweep(tmp_path, str(shared)) == [] and segment.exists()
     inner.release()
-    assert leftovers.sweep(tmp_path, str(shared)) == [str(segment), str(outer / "slimrl-2"), str(outer)]
+    assert stale_resources.sweep(tmp_path, str(shared)) == [str(segment), str(outer / "slimrl-2"), str(outer)]
     assert not outer.exists() and not segment.exists()
 
 
 def test_the_folder_of_another_machine_or_of_before_a_restart_stays(tmp_path, monkeypatch):
     owned(tmp_path / "slimrl-1").release()
-    monkeypatch.setattr(leftovers, "_of_this_boot", lambda: b"boot 0\n")
+    monkeypatch.setattr(stale_resources, "_of_this_boot", lambda: b"boot 0\n")
     assert swept(tmp_path) == [] and (tmp_path / "slimrl-1").exists()
 
 

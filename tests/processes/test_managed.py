@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.processes import ManagedProcess, ProcessStartError, leftovers
+from slimrl.processes import ManagedProcess, ProcessStartError, stale_resources
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def test_the_child_dies_with_a_killed_guardian(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     assert_gone([child.pid])
     assert process.stop() == -signal.SIGKILL
-    leftovers.remove(process.last_log_lines().split()[1])  # what only the guardian would have removed
+    stale_resources.remove(process.last_log_lines().split()[1])  # what only the guardian would have removed
 
 
 def test_a_guardian_whose_parent_is_gone_already_starts_nothing(tmp_path):
@@ -175,7 +175,7 @@ def test_what_a_killed_guardian_left_goes_with_the_next_start(tmp_path):
     process.start()
     pids, folder, memory = tree_of(process.log_path)
     deadline = time.monotonic() + 20
-    while memory.name not in (folder / leftovers.OWNER).read_text():  # it looks around every second
+    while memory.name not in (folder / stale_resources.OWNER).read_text():  # it looks around every second
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for pid in (process.pid, *pids):

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from slimrl.processes.memory import resident_gib
+from slimrl.processes.process_info import resident_gib
 
 MIB = 1 / 1024
 HOLDS = "import sys; held = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.processes import private_folder
-from slimrl.processes.private_folder import NotPrivateError, kernel_cache, make_private
+from slimrl.processes import folders
+from slimrl.processes.folders import NotPrivateError, kernel_cache, make_private
 
 
 def mode_of(path: Path) -> int:
@@ -64,7 +64,7 @@ def test_one_of_somebody_else_is_refused(tmp_path):
 
 
 def test_kernels_are_kept_in_a_private_folder_or_not_kept(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(private_folder.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     path = tmp_path / f"torchinductor_{os.getuid()}"
     assert kernel_cache({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {} and not path.exists()
     assert kernel_cache({}) == {"TORCHINDUCTOR_CACHE_DIR": str(path)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.processes import importable, stacks
+from slimrl.processes import importable, process_info
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def listener(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
 def test_the_main_threads_line_is_named_while_it_hangs(listener):
     process, log = listener
     for _ in range(2):  # the second dump is told from the first
-        frames = stacks.frames_of(process.pid, log)
+        frames = process_info.frames_of(process.pid, log)
         file = log.with_name("listener.py")
         assert frames == [f"{file}:9 hangs", f"{file}:11 <module>"]
         assert "waits_in_a_thread" in log.read_text()
@@ -59,16 +59,16 @@ def test_the_main_threads_line_is_named_while_it_hangs(listener):
 def test_a_stopped_process_is_called_stopped_and_gives_no_frames(listener):
     process, log = listener
     process.send_signal(signal.SIGSTOP)
-    while stacks.state(process.pid) != "stopped":
+    while process_info.state(process.pid) != "stopped":
         time.sleep(0.01)
-    assert stacks.frames_of(process.pid, log) == []
+    assert process_info.frames_of(process.pid, log) == []
 
 
 def test_a_process_that_does_not_listen_is_left_alone(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
-        assert stacks.frames_of(process.pid, tmp_path / "log") == []
+        assert process_info.frames_of(process.pid, tmp_path / "log") == []
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
         process.kill()
-    assert stacks.state(process.pid) == "gone"
-    assert stacks.frames_of(process.pid, tmp_path / "log") == []
+    assert process_info.state(process.pid) == "gone"
+    assert process_info.frames_of(process.pid, tmp_path / "log") == []

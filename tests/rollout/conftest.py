@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import Arguments, EvalDataset
-from slimrl.rollout.engine import Generation
+from slimrl.engines.protocol import Generation
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -8,9 +8,9 @@ import contextlib
 import numpy as np
 
 from slimrl.data.sample import SampleStatus
-from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
-from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.rollout.test_continuous import GoingOnEngine
 
 HERE = "tests.rollout.endless_functions"

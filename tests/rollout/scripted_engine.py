@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from array import array
 
-from slimrl.rollout.engine import Generation
+from slimrl.engines.protocol import Generation
 
 LIMIT = 30  # tokens of the longest response
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import sampling_seed
 from tests.rollout.scripted_engine import LIMIT, ScriptedEngine, scripted, uninterrupted
 

@@ -4,9 +4,9 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.observability.metric_table import METRICS
 from slimrl.observability.metrics import metric_of
-from slimrl.rollout.all_metrics import all_metrics, pass_rates, throughput, turn_metrics
+from slimrl.observability.metrics.registry import METRICS
+from slimrl.rollout.rollout_metrics import all_metrics, pass_rates, throughput, turn_metrics
 
 
 def sample(group: int, length: int, **fields) -> Sample:

@@ -9,7 +9,7 @@ import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookError
-from slimrl.rollout.buffer import GroupBuffer
+from slimrl.rollout.dataset.data_source import GroupBuffer
 
 FILTERS = """
 def newest(args, rollout_id, buffer, num_samples):

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slimrl.rollout import drawn
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.generate import RolloutGenerator
+from slimrl.engines.protocol import Generation
+from slimrl.rollout.asynchronous import inflight_state
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import sampling_seed
 from tests.rollout import scripted_engine
 from tests.rollout.scripted_engine import END_IN, LIMIT, ScriptedEngine, draw, uninterrupted
@@ -112,7 +112,7 @@ def run(
         generator.generate_on(source, concurrency)
         stream = generator.continuous
         if saved[1] is not None:
-            stream.restore(drawn.restore(source, json.loads(saved[1]), keeps_finished=True))
+            stream.restore(inflight_state.restore(source, json.loads(saved[1]), keeps_finished=True))
         stream.weights_are(begin, end or rollouts)
         work = asyncio.create_task(generator.generate_rollout(begin, source))
         try:
@@ -333,7 +333,7 @@ def test_a_checkpoint_of_endless_generation_is_resumed_by_any_other_run(make_arg
     waiting = left(done.state)
     assert done.state["drawn"]["finished"] and done.state["drawn"]["under_way"]
     source = RolloutDataSource(args, tokenizer)
-    assert drawn.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
+    assert inflight_state.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
     again = [group[0].group_index for group in source.get_samples(len(waiting) + 2)]
     judged = [number for numbers in done.judged for number in numbers]
     assert again[:-2] == waiting

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.prompt_mix import training_prompt_format
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.dataset.dataset_mixture import training_prompt_format
 
 relaxed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

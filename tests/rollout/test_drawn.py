@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.megatron.checkpoint_folder import encode_data_state
-from slimrl.rollout import drawn
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.drawn import Drawn, Finished
-from slimrl.rollout.plain_data import plain_data
+from slimrl.megatron.checkpoint.folder import encode_data_state
+from slimrl.rollout.asynchronous import inflight_state
+from slimrl.rollout.asynchronous.inflight_state import Drawn, Finished, plain_data
+from slimrl.rollout.dataset.data_source import RolloutDataSource
 from tests.rollout.endless_functions import HERE, endless
 from tests.rollout.test_continuous import scripted
 
@@ -52,7 +51,7 @@ def test_groups_come_out_of_a_checkpoint_as_they_went_in(make_args, tokenizer):
     odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # a function's own
     state = Drawn([under_way], [Finished([*ones, odd], under_way, 3)]).added_to(source.state_dict())
     resumed = RolloutDataSource(make_args(), tokenizer)
-    (found,) = drawn.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
+    (found,) = inflight_state.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
     assert (found.group, found.drawn, found.oldest) == ([*ones, odd], under_way, 3)
     assert resumed.get_samples(2) == [under_way, *source.get_samples(1)]
 
@@ -66,7 +65,7 @@ def test_a_column_is_one_text_of_eight_bytes_a_token_and_a_checkpoint_with_lists
     assert np.frombuffer(base64.b64decode(packed["loss_mask"]), "i1").tolist() == [1, 0, 1]
     state["drawn"]["under_way"] = [[finished_sample().to_dict()]]
     resumed = RolloutDataSource(make_args(), tokenizer)
-    drawn.restore(resumed, state, keeps_finished=True)
+    inflight_state.restore(resumed, state, keeps_finished=True)
     assert resumed.get_samples(1) == [[finished_sample()]]
 
 
@@ -88,7 +87,7 @@ def test_what_a_function_attaches_and_numpys_numbers_do_not_keep_a_run_from_bein
 
     output = asyncio.run(main())
     state = through_a_checkpoint(output.data_state)
-    ones = drawn.restore(RolloutDataSource(args, tokenizer), state, keeps_finished=True)
+    ones = inflight_state.restore(RolloutDataSource(args, tokenizer), state, keeps_finished=True)
     assert len(ones) == 8
     for sample in (sample for one in ones for sample in one.group):
         assert sample.metadata == {"score": 0.5, "count": 3, "parts": (0.25, "a")}

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.engines.protocol import Generation
 from slimrl.hooks import HookFailedError
-from slimrl.rollout import drawn
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.drawn import Finished
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.failures import SampleError
+from slimrl.rollout.asynchronous import inflight_state
+from slimrl.rollout.asynchronous.inflight_state import Finished
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation.sample_generator import SampleError
 from tests.rollout.endless_functions import HERE, endless, turns
 from tests.rollout.test_continuous import GoingOnEngine, left, scripted
 
@@ -159,7 +159,7 @@ def test_what_unknown_or_too_old_weights_began_is_trained_on_from_its_prompt_alo
     async def main():
         async with endless(args, tokenizer) as (generator, source, engine):
             engine.version = 6
-            generator.continuous.restore(drawn.restore(source, state, keeps_finished=True))
+            generator.continuous.restore(inflight_state.restore(source, state, keeps_finished=True))
             generator.continuous.weights_are(6, 7)
             output = await generator.generate_rollout(6, source)
         assert sorted(numbers(output.groups)) == [0, 1, 2, 3]
@@ -284,7 +284,7 @@ def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_dr
             state = carried_over(
                 args, tokenizer, 4, version_spans=[["6", 2]], weight_versions=["6"], metadata={"seen": {"by": []}}
             )
-            drawn.restore(source, state, keeps_finished=True)
+            inflight_state.restore(source, state, keeps_finished=True)
             generator.continuous.weights_are(6, 7)
             await generator.continuous.drain()
             ones = generator.continuous.drawn().finished

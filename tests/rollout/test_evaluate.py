@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.sample_task import SampleError
+from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.rollout_generator import RolloutGenerator
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.failures import SampleError, is_own_fault
-from slimrl.rollout.generate import RolloutGenerator
+from slimrl.engines.protocol import EngineUnavailableError
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation.sample_generator import SampleError, is_own_fault
 from slimrl.rollout.rm_hub.grader_pool import GraderPool, GraderUnavailable
 from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteUnreachable
-from slimrl.sglang.errors import EngineUnavailableError
+from slimrl.rollout.rollout_generator import RolloutGenerator
 
 FUNCTIONS = """
 from slimrl.data.sample import SampleStatus

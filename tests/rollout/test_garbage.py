@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from slimrl.rollout.garbage import collect_between_rollouts
+from slimrl.rollout.async_utils import collect_between_rollouts
 
 
 class Knot:

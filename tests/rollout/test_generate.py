@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
+from slimrl.engines.protocol import Generation
 from slimrl.hooks import HookFailedError
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.sample_task import SampleError
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation.multi_turn import stop_tokens
+from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import sampling_seed
-from slimrl.rollout.stop_tokens import stop_tokens
 
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 

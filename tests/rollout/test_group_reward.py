@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.generate import RolloutGenerator
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.rollout_generator import RolloutGenerator
 
 HOOKS = """
 calls = []

@@ -11,15 +11,13 @@ import pytest
 from slimrl import hooks
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
-from slimrl.rollout.buffer import GroupBuffer
-from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.rollout.dataset.custom_data_source import open_data_source
+from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.failures import SampleError
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.own_data_source import open_data_source
-from slimrl.rollout.own_logs import reported_metrics, reported_scalars
-from slimrl.rollout.rewards import rewards_of
-from slimrl.rollout.train_data import training_batch
+from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.rollout_function import reported_metrics, reported_scalars
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.test_hooks import CONTRACTS, ROWS
 
 EXITS = {
@@ -241,7 +239,7 @@ def test_every_hook_of_rollouts_in_the_table_is_tried_here():
 
 
 @pytest.mark.parametrize(
-    "contract", [one for one in CONTRACTS if one.__module__ == "slimrl.hooks.of_training"], ids=lambda one: one.__name__
+    "contract", [one for one in CONTRACTS if one.__module__ == "slimrl.hooks.train_hooks"], ids=lambda one: one.__name__
 )
 def test_a_function_of_training_that_leaves_is_named_with_its_line(contract, leaving):
     module, words = leaving

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import builtin, instructions
+from slimrl.rollout.rm_hub import ifeval, registry
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 
 MEMORY_BYTES = 700 << 20
@@ -60,14 +60,14 @@ def ask(rule, text):
         return Sample(prompt="q", index=0, response=f"the answer is \\boxed{{{text}}}", label="A", metadata=metadata)
     values = {"num_words": 5, "relation": "at least", "keywords": ["k"], "end_phrase": "bye", "section_spliter": "S"}
     values |= {"num_sections": 2, "num_highlights": 2, "num_bullets": 2, "num_sentences": 3, "language": "en"}
-    wanted = [one for one in instructions.known_instructions() if takes(one, values)]
+    wanted = [one for one in ifeval.known_instructions() if takes(one, values)]
     metadata = {"instruction_id_list": wanted, "kwargs": [values] * len(wanted)}
     return Sample(prompt="q", index=0, response=text, label="to be or", metadata=metadata if rule == "ifeval" else {})
 
 
 def takes(name, values):
     try:
-        instructions.of_metadata({"instruction_id_list": [name], "kwargs": [values]})
+        ifeval.of_metadata({"instruction_id_list": [name], "kwargs": [values]})
     except ValueError:
         return False
     return name != "language:response_language"  # which loads its models for each of the answers below
@@ -82,8 +82,8 @@ def test_every_answer_gets_a_verdict_or_is_given_up_and_the_grader_goes_on(rule,
         for name, text in HOSTILE.items():
             sample = ask(rule, text)
             try:
-                reward = await builtin.grade(rule, sample, graders)
-                assert reward == builtin.wrong(rule) or rule in ("f1", "ifeval", "dapo"), name
+                reward = await registry.grade(rule, sample, graders)
+                assert reward == registry.wrong(rule) or rule in ("f1", "ifeval", "dapo"), name
                 assert not (rule == "dapo" and reward["acc"]), name
             except GraderFailure as failure:
                 given_up[name] = str(failure)
@@ -99,5 +99,5 @@ def test_every_answer_gets_a_verdict_or_is_given_up_and_the_grader_goes_on(rule,
 
 
 def test_an_answer_of_half_characters_is_wrong_and_its_text_comes_back_readable(graders):
-    reward = asyncio.run(builtin.grade("dapo", ask("dapo", "5\ud800"), graders))
+    reward = asyncio.run(registry.grade("dapo", ask("dapo", "5\ud800"), graders))
     assert reward == {"score": -1.0, "acc": False, "pred": "5?"}

@@ -14,9 +14,9 @@ HEAVY = {"ray", "sglang", "transformers", "megatron"}
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("slimrl.rollout.generate", HEAVY | {"torch", "sympy"}),
+        ("slimrl.rollout.rollout_generator", HEAVY | {"torch", "sympy"}),
         ("slimrl.rollout.filter_hub.dynamic_sampling_filters", HEAVY | {"torch", "sympy", "pyarrow"}),
-        ("slimrl.rollout.rewards", HEAVY),
+        ("slimrl.rollout.convert_samples", HEAVY),
     ],
 )
 def test_importing_a_module_brings_in_nothing_heavy(module, forbidden):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from slimrl.rollout.rm_hub.instructions import followed, known_instructions, of_metadata
-from slimrl.rollout.rm_hub.instructions.text import sentences
+from slimrl.rollout.rm_hub.ifeval import followed, known_instructions, of_metadata, sentences
 
 LONG = "One two three. Four five! Is it six? Dr. Who said e.g. seven."
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.rollout.rm_hub.equality import answers_equal
+from slimrl.rollout.rm_hub.math_equivalence import answers_equal
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def algebra():
-    from slimrl.rollout.rm_hub.equality import algebra
+    from slimrl.rollout.rm_hub.math_equivalence import sympy_equal as algebra
 
     algebra.warm_up()
     return algebra.equal

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.rollout.rm_hub.equality import answers_equal
+from slimrl.rollout.rm_hub.math_equivalence import answers_equal
 
 FOLDER = Path(__file__).parent
 ROWS = [json.loads(line) for line in (FOLDER / "math_pairs_fresh.jsonl").read_text().splitlines()]
@@ -20,10 +20,10 @@ ROWS = [json.loads(line) for line in (FOLDER / "math_pairs_fresh.jsonl").read_te
 
 @pytest.fixture(scope="module")
 def wrongly_judged():
-    from slimrl.rollout.rm_hub.equality import algebra
+    from slimrl.rollout.rm_hub.math_equivalence import sympy_equal
 
-    algebra.warm_up()
-    return [row for row in ROWS if answers_equal(row["answer"], row["label"], algebra.equal) is not row["equal"]]
+    sympy_equal.warm_up()
+    return [row for row in ROWS if answers_equal(row["answer"], row["label"], sympy_equal.equal) is not row["equal"]]
 
 
 def test_the_set_is_large_has_many_wrong_answers_and_nothing_of_the_first_set():

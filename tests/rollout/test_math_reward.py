@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import builtin
-from slimrl.rollout.rm_hub.boxed import last_boxed
-from slimrl.rollout.rm_hub.equality import answers_equal, chains
+from slimrl.rollout.rm_hub import registry
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 from slimrl.rollout.rm_hub.grader_worker import MEMORY_LIMIT_BYTES
+from slimrl.rollout.rm_hub.math_equivalence import answers_equal, equality_chains
+from slimrl.rollout.rm_hub.rule_graders import last_boxed
 
 # answer, label, whether they mean the same
 PAIRS = [
@@ -118,7 +118,7 @@ def graders():
 
 
 def grade(rm_type, response, label, graders):
-    return asyncio.run(builtin.grade(rm_type, Sample(prompt="q", index=1, response=response, label=label), graders))
+    return asyncio.run(registry.grade(rm_type, Sample(prompt="q", index=1, response=response, label=label), graders))
 
 
 @pytest.mark.parametrize(("answer", "label", "equal"), PAIRS)
@@ -183,7 +183,7 @@ def no_algebra(answer, label):
     ],
 )
 def test_plain_arithmetic_is_evaluated_where_it_is_read_in_one_way_and_not_too_large(text, value):
-    assert chains.value(text) == value
+    assert equality_chains.value(text) == value
 
 
 def test_a_very_long_answer_never_reaches_algebra():
@@ -207,13 +207,13 @@ def test_a_very_long_answer_never_reaches_algebra():
     ],
 )
 def test_only_equal_texts_and_whole_numbers_are_decided_at_sight(response, label, verdict):
-    assert builtin.at_sight(response, label, thinks=False) is verdict
+    assert registry.at_sight(response, label, thinks=False) is verdict
 
 
 def test_at_sight_a_box_before_the_end_of_thinking_is_not_decided():
-    assert builtin.at_sight("<think></think> \\boxed{4}", "4", thinks=True) is True
-    assert builtin.at_sight("<think> \\boxed{4} </think>", "4", thinks=True) is None
-    assert builtin.at_sight("\\boxed{4}", "4", thinks=True) is None
+    assert registry.at_sight("<think></think> \\boxed{4}", "4", thinks=True) is True
+    assert registry.at_sight("<think> \\boxed{4} </think>", "4", thinks=True) is None
+    assert registry.at_sight("\\boxed{4}", "4", thinks=True) is None
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_a_label_that_is_no_answer_is_an_error(label, graders):
 
 
 def test_the_random_reward_is_the_same_in_every_run_and_fair(graders):
-    rewards = [asyncio.run(builtin.grade("random", Sample(prompt="q", index=index), graders)) for index in range(400)]
+    rewards = [asyncio.run(registry.grade("random", Sample(prompt="q", index=index), graders)) for index in range(400)]
     assert rewards[:12] == [
-        asyncio.run(builtin.grade("random", Sample(prompt="q", index=index), graders)) for index in range(12)
+        asyncio.run(registry.grade("random", Sample(prompt="q", index=index), graders)) for index in range(12)
     ]
     assert set(rewards) == {0.0, 1.0} and 150 < sum(rewards) < 250
 

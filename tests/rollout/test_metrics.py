@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.convert_samples import rewards_of
 from slimrl.rollout.metrics import (
     START_ROLLOUT_ID,
     dynamic_filter_metrics,
@@ -17,7 +18,6 @@ from slimrl.rollout.metrics import (
     pass_at_k,
     rollout_metrics,
 )
-from slimrl.rollout.rewards import rewards_of
 
 
 def sample(group, reward, length=1, status=SampleStatus.COMPLETED, **changes):

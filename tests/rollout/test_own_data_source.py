@@ -7,18 +7,18 @@ import sys
 import pytest
 
 from slimrl import hooks
-from slimrl.arguments.rules.context import Context
-from slimrl.arguments.rules.hook_paths import hooks_keep_their_contracts
+from slimrl.arguments.validation.custom_functions import hooks_keep_their_contracts
+from slimrl.arguments.validation.rule import Context
 from slimrl.hooks import HookError, HookFailedError
-from slimrl.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slimrl.rollout.own_data_source import open_data_source
+from slimrl.rollout.dataset.custom_data_source import open_data_source
+from slimrl.rollout.dataset.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from tests.rollout.endless_functions import endless
 from tests.rollout.test_continuous import scripted
 
 SOURCE = """
 import json, pathlib
 from slimrl.data.sample import Sample
-from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.dataset.data_source import RolloutDataSource
 
 class Counting:
     def __init__(self, args):
@@ -102,7 +102,7 @@ def test_the_default_is_the_built_in_one_under_both_of_its_names(make_args, toke
     assert RolloutDataSourceWithBuffer is RolloutDataSource
     for path in (
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "slimrl.rollout.data_source.RolloutDataSource",
+        "slimrl.rollout.dataset.data_source.RolloutDataSource",
     ):
         assert type(open_data_source(make_args(data_source_path=path), tokenizer)) is RolloutDataSource
 

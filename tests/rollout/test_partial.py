@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.sample_task import SampleError
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import sampling_seed
 from tests.rollout.scripted_engine import ScriptedEngine, uninterrupted
 

@@ -11,9 +11,8 @@ import torch
 from slimrl.data.sample import Sample
 from slimrl.hooks import HookFailedError
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.output import RolloutOutput
-from slimrl.rollout.rm_hub.user_rewards import as_reward, as_rewards
-from slimrl.rollout.sglang_rollout import eval_results, rollout_output
+from slimrl.rollout.rm_hub.scorer import as_reward, as_rewards
+from slimrl.rollout.rollout_function import RolloutOutput, eval_results, rollout_output
 
 SAMPLE = Sample("p", tokens=[1, 2], response_length=1)
 NUMBERS = {"rollout/a": np.float32(0.5), "rollout/b": torch.tensor(2), "c": True, "d": 3}

@@ -5,8 +5,7 @@ import logging
 import pyarrow.parquet
 import pytest
 
-from slimrl.rollout.prompt_rows import PromptRows
-from slimrl.rollout.prompts import PromptFormat, load_prompts
+from slimrl.rollout.dataset.prompt_dataset import PromptFormat, PromptRows, load_prompts
 
 FORMAT = {
     "input_key": "prompt",

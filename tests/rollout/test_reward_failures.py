@@ -4,7 +4,7 @@ import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.observability.run_log import StepRecord, evaluation_words, step_line
-from slimrl.rollout.rm_hub.failures import NoVerdictsError, require_verdicts
+from slimrl.rollout.rm_hub.scorer import NoVerdictsError, require_verdicts
 
 
 def samples(*reasons):

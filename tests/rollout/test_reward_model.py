@@ -8,11 +8,18 @@ import pytest
 from aiohttp import web
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.prompts import PromptFormat, PromptMaker
+from slimrl.rollout.dataset.prompt_dataset import PromptFormat, PromptMaker
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward, RemoteUnreachable
-from slimrl.rollout.rm_hub.reward_input import RewardInput, asked, chosen_form
-from slimrl.rollout.rm_hub.reward_model import RewardModel, RewardModelError, addresses, reward_of
+from slimrl.rollout.rm_hub.reward_model import (
+    RewardInput,
+    RewardModel,
+    RewardModelError,
+    addresses,
+    asked,
+    chosen_form,
+    reward_of,
+)
 
 SAMPLE = Sample(prompt="1+1=", index=3, response="2", tokens=[5, 6, 7], response_length=1)
 

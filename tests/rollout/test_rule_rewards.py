@@ -5,20 +5,20 @@ import time
 import pytest
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import multiple_choice, rules
-from slimrl.rollout.rm_hub.builtin import _NEEDS, builtin_types
-from slimrl.rollout.rm_hub.overlap import f1
+from slimrl.rollout.rm_hub import rule_graders
+from slimrl.rollout.rm_hub.registry import _NEEDS, builtin_types
+from slimrl.rollout.rm_hub.rule_graders import f1
 
 
 def judge(rm_type, response, label, metadata=None):
     rule = rm_type.removeprefix("boxed_")
     sample = Sample(prompt="q", response=response, label=label, metadata=metadata or {})
     request = {"rule": rule, "boxed": rm_type != rule, "response": response, **_NEEDS[rule](sample)}
-    return rules.judge(request, lambda answer, label: False)
+    return rule_graders.judge(request, lambda answer, label: False)
 
 
 def test_every_rule_that_can_be_asked_for_is_there():
-    assert set(builtin_types()) == {*rules._RULES, "random", "remote_rm", "reward_model"}
+    assert set(builtin_types()) == {*rule_graders._RULES, "random", "remote_rm", "reward_model"}
 
 
 # dapo ----------------------------------------------------------------------------------------------------------------
@@ -107,12 +107,12 @@ CHOICES = {"choices": ["1.5 eV", "2.5 eV", "the electron", "the electron and the
     ],
 )
 def test_the_letter_that_a_response_settles_on(response, letter):
-    assert multiple_choice.chosen_letter(response, ["A", "B", "C", "D"]) == letter
+    assert rule_graders.chosen_letter(response, ["A", "B", "C", "D"]) == letter
 
 
 def test_the_time_to_find_a_letter_does_not_grow_with_the_square_of_the_spaces_behind_it():
     started = time.process_time()
-    assert multiple_choice.chosen_letter("B" + " " * 20_000 + "no", ["A", "B"]) is None
+    assert rule_graders.chosen_letter("B" + " " * 20_000 + "no", ["A", "B"]) is None
     assert time.process_time() - started < 1.0
 
 
@@ -132,7 +132,7 @@ def test_a_response_without_a_letter_is_judged_by_the_choice_it_spells_out():
 def test_metadata_may_name_the_letter_and_those_in_use():
     metadata = {"correct_letter": "B", "valid_letters": ["A", "B"]}
     assert judge("gpqa", "The answer is B", None, metadata) == 1.0
-    assert multiple_choice.chosen_letter("the answer is D", ["A", "B"]) is None
+    assert rule_graders.chosen_letter("the answer is D", ["A", "B"]) is None
 
 
 def test_a_label_that_fits_no_choice_is_an_error():

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+from slimrl.engines.protocol import Generation
 from slimrl.observability.timeline import merge
-from slimrl.observability.timeline_recorder import Timeline
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.sample_trace import SampleTrace
+from slimrl.observability.tracer import Timeline
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation.sample_tracker import SampleTrace
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.observability.trace_format import read_trace
 
 TURNS = """
 async def generate(args, sample, sampling_params, engine):
     import asyncio
     from slimrl.data.sample import SampleStatus
-    from slimrl.rollout.turns import append_generation
+    from slimrl.rollout.generation.multi_turn import append_generation
     for turn in range(3):
         append_generation(sample, await engine.generate(sample.tokens, sampling_params))
         await asyncio.sleep(0.01)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.sft_rollout import generate_rollout
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "two"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.staleness import anew, is_of_other_weights, may_go, oldest_version, staleness_metrics
+from slimrl.rollout.asynchronous.staleness import anew, is_of_other_weights, may_go, oldest_version, staleness_metrics
 
 
 def sample(*spans, mask=None) -> Sample:

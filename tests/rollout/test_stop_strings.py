@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.stop_strings import end_at_stop_string
+from slimrl.rollout.generation.multi_turn import end_at_stop_string
 
 
 def cut_and_continued(tokenizer, text: str, cut: int, stop, *, status=SampleStatus.COMPLETED) -> Sample:

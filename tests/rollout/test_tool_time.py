@@ -6,8 +6,8 @@ import asyncio
 import time
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.engine import Generation
-from slimrl.rollout.turns import NON_GENERATION_TIME, TURN_STARTS, converse
+from slimrl.engines.protocol import Generation
+from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS, converse
 
 PARAMS = {"stop": None, "max_new_tokens": 40, "skip_special_tokens": False, "spaces_between_special_tokens": False}
 TOOL_S, ENGINE_S = 0.02, 0.05

@@ -7,9 +7,9 @@ import sys
 import threading
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.under_way import UnderWay, running_line
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation.sample_tracker import UnderWay, running_line
+from slimrl.rollout.rollout_generator import RolloutGenerator
 
 HOOKS = """
 import asyncio

@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from slimrl.data.batch import batch_from_samples
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.train_batch import batch_from_samples
 from slimrl.hooks import HookError, HookFailedError
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
-from slimrl.rollout.buffer import GroupBuffer
-from slimrl.rollout.data_source import RolloutDataSource
+from slimrl.rollout.convert_samples import batch_from_columns, rewards_of, training_batch
+from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
 from slimrl.rollout.filter_hub.dynamic_sampling_filters import check_any_completed
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.own_logs import reported_metrics, reported_scalars
-from slimrl.rollout.rewards import rewards_of
-from slimrl.rollout.sample_task import SampleError
-from slimrl.rollout.train_data import batch_from_columns, training_batch
+from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.rollout_function import reported_metrics, reported_scalars
+from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.observability.test_run_log import scalars as tensorboard_scalars
 from tests.observability.wandb_file import rows
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import builtin, rules
-from slimrl.rollout.rm_hub.equality import algebra
+from slimrl.rollout.rm_hub import registry, rule_graders
+from slimrl.rollout.rm_hub.math_equivalence import sympy_equal
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "whole_responses.jsonl").read_text().splitlines()]
 REWARDS = {True: (1.0,), False: (0.0, -1.0)}
@@ -22,20 +22,22 @@ REWARDS = {True: (1.0,), False: (0.0, -1.0)}
 
 @pytest.fixture(scope="module")
 def algebraic():
-    algebra.warm_up()
-    return algebra.equal
+    sympy_equal.warm_up()
+    return sympy_equal.equal
 
 
 def judged_right(row, algebraic):
     """Whether the verdict is the row's, by the way of `builtin.grade` without the processes between."""
     rule = row["rule"].removeprefix("boxed_")
     sample = Sample(prompt="q", response=row["response"], label=row["label"], metadata=row.get("metadata", {}))
-    needs = builtin._NEEDS[rule](sample)
-    if rule in builtin._BOXED_RULES:
-        verdict = builtin.at_sight(sample.response, needs["label"], thinks=row["rule"] == "deepscaler")
+    needs = registry._NEEDS[rule](sample)
+    if rule in registry._BOXED_RULES:
+        verdict = registry.at_sight(sample.response, needs["label"], thinks=row["rule"] == "deepscaler")
         if verdict is not None:
             return verdict is row["correct"]
-    reward = rules.judge({"rule": rule, "boxed": rule != row["rule"], "response": sample.response, **needs}, algebraic)
+    reward = rule_graders.judge(
+        {"rule": rule, "boxed": rule != row["rule"], "response": sample.response, **needs}, algebraic
+    )
     return (reward["score"] if isinstance(reward, dict) else reward) in REWARDS[row["correct"]]
 
 

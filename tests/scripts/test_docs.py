@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments.namespace import all_flag_specs
-from slimrl.arguments.retired import RETIRED_FLAGS
+from slimrl.arguments.parser import RETIRED_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import Arguments, read_args
-from slimrl.sglang.flags import router_flags, server_flags
+from slimrl.engines.sglang.server_args import router_flags, server_flags
 from tests.arguments.conftest import complete_model
 
 ROOT = Path(__file__).resolve().parents[2]

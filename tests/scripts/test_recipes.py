@@ -12,7 +12,7 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
-from slimrl.sglang.flags import router_flags, server_flags
+from slimrl.engines.sglang.server_args import router_flags, server_flags
 from tests.arguments.conftest import complete_model
 from tests.end_to_end import harness
 from tests.scripts.test_models import NOT_SERVED, published

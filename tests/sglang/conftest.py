@@ -64,8 +64,8 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    from slimrl.sglang.router import RouterProcess
-    from slimrl.sglang.server import ServerProcess
+    from slimrl.engines.sglang.router import RouterProcess
+    from slimrl.engines.sglang.server import ServerProcess
 
     folder = tmp_path_factory.mktemp("fleet")
     model_path = write_tiny_qwen3(folder / "model")

@@ -10,9 +10,9 @@ import torch
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.rollout.data_source import RolloutDataSource
-from slimrl.rollout.generate import RolloutGenerator
-from slimrl.rollout.output import RolloutOutput
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.rollout_function import RolloutOutput
+from slimrl.rollout.rollout_generator import RolloutGenerator
 
 PROMPTS = 24
 

@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.secrets import HIDDEN
+from slimrl.arguments.redact import HIDDEN
+from slimrl.engines.http import answers, call
+from slimrl.engines.protocol import EngineRequestError
+from slimrl.engines.sglang import auth, router, server
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.engines.sglang.control import ServerControl, load_of
+from slimrl.engines.sglang.external_server_check import inspect
+from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.sglang.router import RunningRouter
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward
-from slimrl.sglang import access, router, server
-from slimrl.sglang.calls import answers, call
-from slimrl.sglang.client import RouterClient
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.errors import EngineRequestError
-from slimrl.sglang.external import inspect
-from slimrl.sglang.launch import ServerLaunch
-from slimrl.sglang.loads import load_of
-from slimrl.sglang.router_control import RunningRouter
 
 SECRET = "k3y-of-the-run"
 
@@ -71,20 +70,20 @@ class Recorded:
 
 
 def test_each_run_makes_a_key_of_its_own_and_takes_the_users():
-    first, second = (access.key_of(access.with_key(Arguments())) for _ in range(2))
+    first, second = (auth.key_of(auth.with_key(Arguments())) for _ in range(2))
     assert first != second
     assert len(first) >= 40
-    given = access.with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
+    given = auth.with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
     assert given.sglang_options == {"api_key": SECRET, "dtype": "auto"}
     assert given.rm_server_options == {"api_key": SECRET}
 
 
 def test_a_reward_model_of_the_users_is_not_shown_the_key_of_the_run():
-    assert access.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
+    assert auth.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
 
 
 def test_a_key_is_not_seen_where_values_are_shown():
-    args = access.with_key(Arguments(sglang_options={"api_key": SECRET}))
+    args = auth.with_key(Arguments(sglang_options={"api_key": SECRET}))
     for shown in (
         repr(args),
         str(args.sglang_options),
@@ -93,8 +92,8 @@ def test_a_key_is_not_seen_where_values_are_shown():
     ):
         assert SECRET not in shown
         assert HIDDEN in shown
-    assert access.HIDDEN == HIDDEN
-    assert json.dumps({"k": access.key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang gives it to whoever has it
+    assert auth.HIDDEN == HIDDEN
+    assert json.dumps({"k": auth.key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang gives it to whoever has it
 
 
 def _pickled(args: Arguments) -> bytes:
@@ -102,11 +101,11 @@ def _pickled(args: Arguments) -> bytes:
 
 
 def test_a_child_takes_the_key_out_of_its_environment():
-    environment = {"HOME": "/h", **access.for_child(access.Key(SECRET))}
-    assert access.taken(environment) == SECRET
+    environment = {"HOME": "/h", **auth.for_child(auth.Key(SECRET))}
+    assert auth.taken(environment) == SECRET
     assert environment == {"HOME": "/h"}
-    assert access.taken(environment) is None
-    assert access.for_child(None) == {}
+    assert auth.taken(environment) is None
+    assert auth.for_child(None) == {}
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -119,7 +118,7 @@ def test_a_server_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_pa
     launched.start()
     process = launched._process
     launched.stop()
-    assert process.environment[access.VARIABLE] == SECRET
+    assert process.environment[auth.VARIABLE] == SECRET
     assert SECRET not in " ".join(process.command)
     assert [word for word in process.command if word.startswith("--host")] == ["--host=0.0.0.0"]
 
@@ -130,7 +129,7 @@ def test_a_router_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_pa
     launched.start()
     process = launched._process
     launched.stop()
-    assert process.environment[access.VARIABLE] == SECRET
+    assert process.environment[auth.VARIABLE] == SECRET
     assert SECRET not in " ".join(process.command)
     assert {"--host=127.0.0.1", "--prometheus-host=127.0.0.1"} <= set(process.command)
 
@@ -165,10 +164,10 @@ def test_a_router_is_told_the_key_of_the_servers(locked):
 
 def test_the_log_of_a_server_is_written_without_the_key():
     """SGLang logs its whole configuration as a dictionary."""
-    from slimrl.sglang.flag_source import read_server_flags
+    from slimrl.engines.sglang.server_args_parser import read_server_flags
 
-    assert any(declared.dest == access.OPTION for declared in read_server_flags())  # still of that name
-    assert SECRET not in f"server_args={ ({access.OPTION: access.Key(SECRET), 'log': Path('x')}) }"
+    assert any(declared.dest == auth.OPTION for declared in read_server_flags())  # still of that name
+    assert SECRET not in f"server_args={ ({auth.OPTION: auth.Key(SECRET), 'log': Path('x')}) }"
 
 
 def test_a_reward_service_is_shown_its_key(locked):

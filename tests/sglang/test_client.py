@@ -17,20 +17,20 @@ import pytest
 from aiohttp import web
 
 from slimrl.arguments import Arguments
-from slimrl.sglang import client as client_module
-from slimrl.sglang.answers import AnswerReader
-from slimrl.sglang.calls import call
-from slimrl.sglang.client import SESSION_HEADER, RouterClient
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.errors import (
+from slimrl.engines.http import call
+from slimrl.engines.protocol import (
     EngineAnswerError,
     EngineError,
     EngineRequestError,
     EngineTimeoutError,
     EngineUnavailableError,
 )
-from slimrl.sglang.ports import claim_ports
-from slimrl.sglang.routing import routing_options
+from slimrl.engines.sglang import client as client_module
+from slimrl.engines.sglang.client import SESSION_HEADER, RouterClient
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.responses import AnswerReader
+from slimrl.engines.sglang.router import routing_options
+from slimrl.processes.ports import claim_ports
 
 ANSWER = {
     "text": "ab",

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimrl.sglang import compatibility, control
-from slimrl.sglang.compatibility import UnknownEngineError, admit_references, module_with, tells_versions_of_tokens
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.errors import EngineError, EngineRequestError
-from slimrl.weights.buckets import iter_buckets
-from slimrl.weights.shared_memory import HostSharedBuffer, serialize
+from slimrl.engines.protocol import EngineError, EngineRequestError
+from slimrl.engines.sglang import control, versions
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.versions import UnknownEngineError, admit_references, module_with, tells_versions_of_tokens
+from slimrl.weights.update.buckets import iter_buckets
+from slimrl.weights.update.transport_tensor import HostSharedBuffer, serialize
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_name_is_found_in_the_place_of_its_release(monkeypatch):
     monkeypatch.setitem(sys.modules, "older_engine", older)
     monkeypatch.setitem(sys.modules, "newer_engine", newer)
     places = {"wanted": ("absent_engine", "newer_engine", "older_engine"), "unknown": ("newer_engine",)}
-    monkeypatch.setattr(compatibility, "PLACES", places)
+    monkeypatch.setattr(versions, "PLACES", places)
     assert module_with("wanted") is older
     with pytest.raises(
         UnknownEngineError, match=r"unknown in none of newer_engine: install a version of docs/versions"

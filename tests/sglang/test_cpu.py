@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from slimrl.sglang.cpu import AbsentPackageFinder, install, murmur_hash32
+from slimrl.engines.sglang.cpu_patches import AbsentPackageFinder, install, murmur_hash32
 
 
 def murmur3(words: list[int]) -> int:
@@ -57,7 +57,7 @@ def test_the_stand_in_decorates_names_and_refuses_to_compute():
     program = """
 import sys
 sys.modules["torch"] = None  # not needed by what follows
-from slimrl.sglang.cpu import AbsentPackageFinder, _AbsentModule
+from slimrl.engines.sglang.cpu_patches import AbsentPackageFinder, _AbsentModule
 kernels, jit = _AbsentModule("sgl_kernel"), _AbsentModule("triton").jit
 assert jit(len) is len and jit(num_warps=4)(len) is len
 assert _AbsentModule("torchvision").InterpolationMode.BICUBIC == "BICUBIC"

@@ -25,15 +25,13 @@ from transformers import AutoTokenizer
 
 from examples import calculator, search
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_context import RESERVED_TOKENS, stated_context
+from slimrl.arguments.engines import RESERVED_TOKENS, stated_context
 from slimrl.data.sample import Sample
-from slimrl.rollout.engine import Generation
+from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.router import RouterProcess, routing_options
 from slimrl.rollout.sampling import SamplingPlan
-from slimrl.sglang.client import RouterClient
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.errors import EngineError, EngineRequestError
-from slimrl.sglang.router import RouterProcess
-from slimrl.sglang.routing import routing_options
 from tests.sglang import rollout_jobs
 
 pytestmark = pytest.mark.slow

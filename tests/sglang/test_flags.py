@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from slimrl.sglang.flag_source import RETIRED_SWITCHES, read_server_flags
-from slimrl.sglang.flags import (
+from slimrl.engines.sglang.server_args import (
     HISTORICAL,
     RESERVED,
     RESERVED_ROUTER,
@@ -18,6 +17,7 @@ from slimrl.sglang.flags import (
     router_flags,
     server_flags,
 )
+from slimrl.engines.sglang.server_args_parser import RETIRED_SWITCHES, read_server_flags
 
 # computed from plug-in registries when sglang's parser is built (in 0.5.17 some of them still stand in the source)
 RUN_TIME_CHOICES = {"sampling_backend", "reasoning_parser", "tool_call_parser", "kv_canary_real_data"}
@@ -68,7 +68,7 @@ def test_both_tables_are_read_fast():
 
 
 def test_reading_the_tables_does_not_import_the_engine():
-    program = "import sys, slimrl.sglang.flags as f; f.server_flags(); print({'sglang', 'torch'} & set(sys.modules))"
+    program = "import sys, slimrl.engines.sglang.server_args as f; f.server_flags(); print({'sglang', 'torch'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert output.stdout.strip() == "set()"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slimrl.platform.machine import Network
-from slimrl.sglang.flags import server_flags
-from slimrl.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
+from slimrl.engines.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
+from slimrl.engines.sglang.server_args import server_flags
+from slimrl.platform.launch_env import Network
 
 CPU = ServerLaunch(cuda=False, memory_saver=True)
 GPU = ServerLaunch(cuda=True)

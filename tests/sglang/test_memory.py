@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.cpu_defaults import with_defaults
-from slimrl.sglang.errors import EngineError, EngineRequestError, EngineUnavailableError
-from slimrl.sglang.launch import ServerLaunch
-from slimrl.sglang.memory import EngineMemory, EngineMemoryError
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnavailableError
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.engine_memory import EngineMemory, EngineMemoryError
+from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.sglang.server import ServerProcess, with_defaults
+from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3
 from tests.weights.test_real_servers import SERVER_OPTIONS, assert_serves, push
@@ -155,7 +154,7 @@ def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def greedy(url: str) -> list[int]:
-    from slimrl.sglang.calls import call
+    from slimrl.engines.http import call
 
     sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     return call("POST", f"{url}/generate", {"input_ids": [5, 17, 90, 3], "sampling_params": sampling}, timeout_s=60)[

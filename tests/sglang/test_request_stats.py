@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from slimrl.observability.metric_table import METRICS
+from slimrl.engines.sglang.responses import AnswerReader, RequestStats, time_statistics
 from slimrl.observability.metrics import metric_of
-from slimrl.sglang.answers import AnswerReader
-from slimrl.sglang.request_stats import RequestStats, time_statistics
+from slimrl.observability.metrics.registry import METRICS
 
 
 def answer(**meta) -> bytes:

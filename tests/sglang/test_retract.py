@@ -9,10 +9,10 @@ import importlib.metadata
 import pytest
 import torch
 
-from slimrl.sglang.client import RouterClient
-from slimrl.sglang.compatibility import tells_versions_of_tokens
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.server import ServerProcess
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.engines.sglang.versions import tells_versions_of_tokens
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,17 +13,18 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.processes import ProcessStartError
-from slimrl.sglang.cpu_defaults import kv_cache_tokens, with_defaults
-from slimrl.sglang.launch import ServerLaunch
-from slimrl.sglang.ports import LOWEST_PORT, claim_port, claim_ports
-from slimrl.sglang.router import router_command
-from slimrl.sglang.server import (
+from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.sglang.router import router_command
+from slimrl.engines.sglang.server import (
     NodePart,
     ServerProcess,
+    kv_cache_tokens,
     rendezvous,
     server_command,
+    with_defaults,
 )
+from slimrl.processes import ProcessStartError
+from slimrl.processes.ports import LOWEST_PORT, claim_port, claim_ports
 
 MANAGED = {"tp_size": 1, "port": 21000}
 CPU, GPU = ServerLaunch(cuda=False), ServerLaunch(cuda=True)
@@ -38,7 +39,7 @@ def write_config(folder: Path, **values) -> str:
 def test_a_cpu_server_is_the_same_server_behind_another_door():
     arguments = {**MANAGED, "model_path": "/model"}, {"dtype": "bfloat16"}
     on_gpu, on_cpu = server_command(*arguments, GPU), server_command(*arguments, CPU)
-    assert on_cpu[2] == "slimrl.sglang.cpu"
+    assert on_cpu[2] == "slimrl.engines.sglang.cpu_patches"
     assert {*on_gpu[4:]} - {*on_cpu[3:]} == {"--cuda-graph-backend-prefill=disabled"}
     assert [word for word in on_gpu[4:] if word in on_cpu] == on_cpu[3:]
 
@@ -61,7 +62,7 @@ def test_a_gpu_server_is_the_plain_sglang_server():
     assert command == [
         sys.executable,
         "-m",
-        "slimrl.sglang.entry",
+        "slimrl.engines.sglang.entry",
         "server",
         "--cuda-graph-backend-prefill=disabled",
         "--tp-size=1",
@@ -164,7 +165,7 @@ def test_a_server_that_dies_at_its_start_is_reported_with_its_code_and_words(tmp
 LAUNCH = """
 import sys, time
 from pathlib import Path
-from slimrl.sglang.server import ServerProcess
+from slimrl.engines.sglang.server import ServerProcess
 server = ServerProcess(sys.argv[1], log_path=Path(sys.argv[2]), tensor_parallel_size=2)
 server.start()
 server.wait_ready(120)

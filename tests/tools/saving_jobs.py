@@ -21,14 +21,14 @@ class Model:
 def save_both(rank: int, world_size: int, init_method: str, models: list[Model]) -> None:
     """Saves each model twice: loaded and saved by megatron-core, and without the model by the converter."""
     from slimrl.arguments import read_args
-    from slimrl.megatron import checkpoint, parallel
-    from slimrl.megatron.blueprint import model_blueprint
-    from slimrl.megatron.model import build_model
-    from slimrl.weights.families import family_for
-    from slimrl.weights.hf_files import read_hf_config
-    from slimrl.weights.hf_to_torch_dist import hf_to_torch_dist
-    from slimrl.weights.load import load_hf_checkpoint
-    from slimrl.weights.shape import ModelShape
+    from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.megatron.model.model_builder import build_model
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelShape
+    from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist, load_hf_checkpoint
+    from slimrl.weights.hf_checkpoint import read_hf_config
 
     for model in models:
         args, problems = read_args(model.flags, entry="convert_hf_to_torch_dist.py")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimrl.weights.compare import compare_checkpoints, max_difference
+from slimrl.weights.convert.compare_checkpoints import compare_checkpoints, max_difference
 from tests.tools.converting import model_args, run_tool
 from tests.weights.models import save_tiny
 

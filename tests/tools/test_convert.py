@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimrl.weights.torch_dist import TorchDistCheckpoint
+from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint
 from tests.tools.converting import model_args, run_tool
 from tests.weights.models import save_tiny
 

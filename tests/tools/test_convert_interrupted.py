@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimrl.weights.hf_files import HfCheckpoint
-from slimrl.weights.new_folder import partial_path
+from slimrl.weights.atomic_dir import partial_path
+from slimrl.weights.hf_checkpoint import HfCheckpoint
 from tests.tools.converting import ROOT, run_tool
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimrl.weights.team import Team
+from slimrl.platform.collective_errors import Team
 from tests.megatron.launch import free_port
 from tests.tools.converting import ROOT, model_args
 from tests.tools.saving_jobs import read_everything

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from slimrl.arguments import read_args
+from slimrl.arguments.dry_run.memory import training_memory
 from slimrl.arguments.hf_config import disagreements
-from slimrl.arguments.plan.memory import training_memory
 from slimrl.cluster.main import passthrough_flags
-from slimrl.weights.buckets import Bucket
-from slimrl.weights.shared_memory import serialize
+from slimrl.weights.update.buckets import Bucket
+from slimrl.weights.update.transport_tensor import serialize
 from tests.megatron import layouts
 from tools.gpu_check import checks_machine, checks_memory, checks_runs, checks_training, machine, models, speeds
 from tools.gpu_check.machine import Machine

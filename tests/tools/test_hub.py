@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimrl.weights.hub import local_hf_folder
+from slimrl.weights.hf_checkpoint import local_hf_folder
 from tests.tools.converting import model_args, run_tool
 from tests.weights.models import save_tiny
 

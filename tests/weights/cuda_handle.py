@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
-from slimrl.sglang import cpu
-from slimrl.weights.buckets import iter_buckets
-from slimrl.weights.shared_memory import CudaSharedBuffer, serialize
+from slimrl.engines.sglang import cpu_patches
+from slimrl.weights.update.buckets import iter_buckets
+from slimrl.weights.update.transport_tensor import CudaSharedBuffer, serialize
 
 # as the driver would give it: device, handle, bytes, offset, reference counter and its offset, event, whether to wait
 SHARED = (3, b"h" * 66, 4096, 256, b"counter", 0, b"event", True)
@@ -74,7 +74,7 @@ def main() -> None:
         ("b", torch.tensor([7], dtype=torch.bfloat16)),
     ]
     payload, flat = sent(values)
-    cpu.install()
+    cpu_patches.install()
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from slimrl import platform
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import tiny_args
 from tests.weights import ranks

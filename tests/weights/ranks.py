@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
-from slimrl.platform.decisions import CUMEM, RunFacts, nccl_cumem
-from slimrl.platform.machine import this_machine
-from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-from slimrl.weights.load import load_hf_checkpoint
-from slimrl.weights.roles import EngineEndpoint
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.platform.launch_env import CUMEM, RunFacts, nccl_cumem, this_machine
+from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
+from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.update.topology import EngineEndpoint
 
 if TYPE_CHECKING:
-    from slimrl.weights.sync import PushReport
+    from slimrl.weights.update.weight_updater import PushReport
 
 BUCKET_BYTES = 20_000  # many small buckets, and an embedding larger than one
 
@@ -38,15 +37,16 @@ def pushes(
 
     The report of each push, or the text of its error. With `left`, another updater pushes to those engines in the end.
     """
-    from slimrl.megatron import model, parallel
-    from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 
     # what a rank of a run would have been started with: NCCL reads it when it makes its first communicator
     cumem = nccl_cumem(this_machine(), RunFacts(broadcasts_weights=way == "split"), given={}, inherited=os.environ)
     os.environ.update({} if cumem is None else {CUMEM: cumem})
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, shape, family, hf_dir, **places)
     make = getattr(WeightUpdater, way)
@@ -97,13 +97,14 @@ def export_to(
     import torch
     import torch.distributed as dist
 
-    from slimrl.megatron import model, parallel
-    from slimrl.weights.export import iter_hf_tensors
-    from slimrl.weights.megatron_names import global_tensors
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.weights.reshard import global_tensors
+    from slimrl.weights.update.export import iter_hf_tensors
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
-    built = model.build_model(args, state)
+    built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, shape, family, hf_dir, **places)
     groups = {f"{axis}_group": getattr(state, f"{axis}_group") for axis in ("pp", "ep", "etp")}

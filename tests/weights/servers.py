@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.weights.checksums import host_checksum
-from slimrl.weights.hf_files import HfCheckpoint
+from slimrl.weights.hf_checkpoint import HfCheckpoint
+from slimrl.weights.update.verify import host_checksum
 
 
 class RecordingServer:

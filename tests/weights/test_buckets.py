@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimrl.weights.buckets import ReusedBuffer, TwoInTurn, iter_buckets
+from slimrl.weights.update.buckets import ReusedBuffer, TwoInTurn, iter_buckets
 
 CPU = torch.device("cpu")
 

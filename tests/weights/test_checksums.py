@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimrl.weights.checksums import device_checksum, host_checksum
+from slimrl.weights.update.verify import device_checksum, host_checksum
 
 
 def test_host_checksum_is_the_start_of_the_sha256_of_the_bytes():

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from slimrl.weights.engine_layout import EngineLayout, engine_shard, engine_tensor
-from slimrl.weights.families import family_for
-from slimrl.weights.shape import LatentShape, ModelShape
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import LatentShape, ModelShape
+from slimrl.weights.update.verify import EngineLayout, engine_shard, engine_tensor
 
 SHAPE = ModelShape(
     num_layers=1,

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slimrl.weights.export import iter_hf_tensors
-from slimrl.weights.families import Family, family_for, glm4, moe
-from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-from slimrl.weights.layout import check_tensor_parallel, from_shards, local_shape, to_shard
-from slimrl.weights.load import check_checkpoint, load_hf_checkpoint
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import Family, family_for, glm4, param_mapping
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.convert.hf_to_megatron import check_checkpoint, load_hf_checkpoint
+from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.reshard import check_tensor_parallel, from_shards, local_shape, to_shard
+from slimrl.weights.update.export import iter_hf_tensors
 from tests.families.toys import TOYS
 from tests.weights.models import named_module
 
@@ -201,7 +201,7 @@ def test_sizes_that_do_not_divide_are_refused_with_both_numbers(folders):
 
 
 def test_experts_of_the_table_have_both_of_megatrons_spellings():
-    row = moe.EXPERT_GATE_UP.at(3, 17)
+    row = param_mapping.EXPERT_GATE_UP.at(3, 17)
     assert row.megatron == (
         "decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight",
         "decoder.layers.3.mlp.experts.linear_fc1.weight17",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from slimrl.weights.file_checksums import (
+from slimrl.weights.checkpoint_checksums import (
     BLOCK,
     CHECKSUMS_NAME,
     BlockHasher,
@@ -20,8 +20,8 @@ from slimrl.weights.file_checksums import (
     DamagedFileError,
     checksums_text,
 )
-from slimrl.weights.torch_dist import TorchDistCheckpoint
-from slimrl.weights.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
+from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint
+from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, COLUMNS = 600, 1024  # of float32: more than two blocks

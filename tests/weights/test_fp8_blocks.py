@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimrl.weights.fp8_blocks import block_size, dequantised
-from slimrl.weights.hf_files import HfCheckpoint
+from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, dequantised
 
 FP8 = torch.float8_e4m3fn
 PUBLISHED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

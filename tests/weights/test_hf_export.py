@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slimrl.weights.families import family_for
-from slimrl.weights.hf_export import HfExport, HfPlan
-from slimrl.weights.hf_files import HfCheckpoint
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
+from slimrl.weights.hf_checkpoint import HfCheckpoint
 from tests.megatron import tiny
 
 RANKS = 2

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from slimrl.weights.families import dense
-from slimrl.weights.layout import check_tensor_parallel, from_shards, hf_shapes, megatron_shape, to_shard
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import param_mapping
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.reshard import check_tensor_parallel, from_shards, hf_shapes, megatron_shape, to_shard
 
 # 4 query heads in 2 groups, heads of one channel: row numbers are easy to follow
 SHAPE = ModelShape(
@@ -32,47 +32,57 @@ def rows(*first_columns: int) -> torch.Tensor:
 
 def test_fused_attention_weight_holds_each_group_as_its_queries_then_key_then_value():
     parts = [rows(10, 11, 12, 13), rows(20, 21), rows(30, 31)]
-    merged = to_shard(dense.QKV, parts, SHAPE, rank=0, size=1)
+    merged = to_shard(param_mapping.QKV, parts, SHAPE, rank=0, size=1)
     assert torch.equal(merged, rows(10, 11, 20, 30, 12, 13, 21, 31))
 
 
 def test_a_tensor_parallel_rank_holds_whole_groups():
     parts = [rows(10, 11, 12, 13), rows(20, 21), rows(30, 31)]
-    shards = [to_shard(dense.QKV, parts, SHAPE, rank=rank, size=2) for rank in (0, 1)]
+    shards = [to_shard(param_mapping.QKV, parts, SHAPE, rank=rank, size=2) for rank in (0, 1)]
     assert torch.equal(shards[0], rows(10, 11, 20, 30))
     assert torch.equal(shards[1], rows(12, 13, 21, 31))
 
 
 def test_attention_biases_are_fused_like_their_weights():
     parts = [torch.tensor([10.0, 11, 12, 13]), torch.tensor([20.0, 21]), torch.tensor([30.0, 31])]
-    merged = to_shard(dense.QKV_BIAS, parts, SHAPE, rank=0, size=1)
+    merged = to_shard(param_mapping.QKV_BIAS, parts, SHAPE, rank=0, size=1)
     assert merged.tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
 
 
 def test_gated_mlp_holds_gate_then_up_within_each_shard():
     gate, up = rows(1, 2, 3, 4), rows(5, 6, 7, 8)
-    assert torch.equal(to_shard(dense.GATE_UP, [gate, up], SHAPE, rank=0, size=1), rows(1, 2, 3, 4, 5, 6, 7, 8))
-    assert torch.equal(to_shard(dense.GATE_UP, [gate, up], SHAPE, rank=0, size=2), rows(1, 2, 5, 6))
-    assert torch.equal(to_shard(dense.GATE_UP, [gate, up], SHAPE, rank=1, size=2), rows(3, 4, 7, 8))
+    assert torch.equal(to_shard(param_mapping.GATE_UP, [gate, up], SHAPE, rank=0, size=1), rows(1, 2, 3, 4, 5, 6, 7, 8))
+    assert torch.equal(to_shard(param_mapping.GATE_UP, [gate, up], SHAPE, rank=0, size=2), rows(1, 2, 5, 6))
+    assert torch.equal(to_shard(param_mapping.GATE_UP, [gate, up], SHAPE, rank=1, size=2), rows(3, 4, 7, 8))
 
 
 def test_output_projection_is_divided_by_columns():
     full = torch.arange(8.0).view(2, 4)
-    assert to_shard(dense.ATTENTION_OUTPUT, [full], SHAPE, rank=1, size=2).tolist() == [[2, 3], [6, 7]]
+    assert to_shard(param_mapping.ATTENTION_OUTPUT, [full], SHAPE, rank=1, size=2).tolist() == [[2, 3], [6, 7]]
 
 
 def test_vocabulary_is_padded_with_zero_rows_whichever_rank_they_fall_on():
     full = rows(1, 2, 3, 4, 5)
     zeros = torch.zeros(3, 2)
-    assert torch.equal(to_shard(dense.EMBEDDING, [full], SHAPE, rank=0, size=1), torch.cat([full, zeros]))
-    assert torch.equal(to_shard(dense.EMBEDDING, [full], SHAPE, rank=2, size=4), torch.cat([rows(5), zeros[:1]]))
-    assert torch.equal(to_shard(dense.EMBEDDING, [full], SHAPE, rank=3, size=4), zeros[:2])
+    assert torch.equal(to_shard(param_mapping.EMBEDDING, [full], SHAPE, rank=0, size=1), torch.cat([full, zeros]))
+    assert torch.equal(
+        to_shard(param_mapping.EMBEDDING, [full], SHAPE, rank=2, size=4), torch.cat([rows(5), zeros[:1]])
+    )
+    assert torch.equal(to_shard(param_mapping.EMBEDDING, [full], SHAPE, rank=3, size=4), zeros[:2])
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "row",
-    [dense.EMBEDDING, dense.QKV, dense.QKV_BIAS, dense.KEY_NORM, dense.ATTENTION_OUTPUT, dense.GATE_UP, dense.DOWN],
+    [
+        param_mapping.EMBEDDING,
+        param_mapping.QKV,
+        param_mapping.QKV_BIAS,
+        param_mapping.KEY_NORM,
+        param_mapping.ATTENTION_OUTPUT,
+        param_mapping.GATE_UP,
+        param_mapping.DOWN,
+    ],
     ids=lambda row: row.megatron[0],
 )
 def test_joining_the_shards_gives_back_the_parts_bit_for_bit(row, size):
@@ -84,10 +94,10 @@ def test_joining_the_shards_gives_back_the_parts_bit_for_bit(row, size):
 
 
 def test_shapes_of_whole_megatron_tensors():
-    assert megatron_shape(dense.EMBEDDING, SHAPE) == (8, 2)
-    assert megatron_shape(dense.QKV, SHAPE) == (8, 2)
-    assert megatron_shape(dense.QKV_BIAS, SHAPE) == (8,)
-    assert megatron_shape(dense.ATTENTION_OUTPUT, SHAPE) == (2, 4)
+    assert megatron_shape(param_mapping.EMBEDDING, SHAPE) == (8, 2)
+    assert megatron_shape(param_mapping.QKV, SHAPE) == (8, 2)
+    assert megatron_shape(param_mapping.QKV_BIAS, SHAPE) == (8,)
+    assert megatron_shape(param_mapping.ATTENTION_OUTPUT, SHAPE) == (2, 4)
 
 
 def test_a_tensor_parallel_size_that_does_not_divide_is_refused_with_both_numbers():

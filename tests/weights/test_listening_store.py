@@ -5,7 +5,7 @@ import datetime
 import psutil
 from torch.distributed import TCPStore
 
-from slimrl.weights.listening_store import listening_store
+from slimrl.weights.update.transport_distributed import listening_store
 
 TIMEOUT = datetime.timedelta(seconds=20)
 

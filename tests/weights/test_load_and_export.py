@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slimrl.weights.export import iter_hf_tensors
-from slimrl.weights.families import family_for
-from slimrl.weights.hf_files import HfCheckpoint, read_hf_config
-from slimrl.weights.hf_shards import INDEX_NAME, ShardWriter, TensorSpec, index_text, plan_shards
-from slimrl.weights.layout import megatron_shape
-from slimrl.weights.load import load_hf_checkpoint
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
+from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.reshard import megatron_shape
+from slimrl.weights.safetensors_writer import INDEX_NAME, ShardWriter, TensorSpec, index_text, plan_shards
+from slimrl.weights.update.export import iter_hf_tensors
 from tests.weights.models import named_module, save_tiny
 
 FAMILIES = ["qwen3", "qwen2", "llama"]

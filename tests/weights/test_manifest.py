@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from slimrl.weights.buckets import ReusedBuffer, iter_buckets
-from slimrl.weights.families import family_for
-from slimrl.weights.layout import hf_shapes
-from slimrl.weights.manifest import Manifest
+from slimrl.models.families import family_for
+from slimrl.weights.reshard import hf_shapes
+from slimrl.weights.update.buckets import ReusedBuffer, iter_buckets
+from slimrl.weights.update.verify import Manifest
 from tests.weights.test_sync import SHAPE
 
 FAMILY = family_for({"model_type": "qwen3"})

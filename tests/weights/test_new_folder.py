@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.weights import new_folder
-from slimrl.weights.new_folder import NewFolder, check_apart
+from slimrl.weights import atomic_dir
+from slimrl.weights.atomic_dir import NewFolder, check_apart
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -86,7 +86,7 @@ def test_what_came_into_the_folder_meanwhile_is_not_overwritten(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
-    left = new_folder.partial_path(tmp_path / "out")
+    left = atomic_dir.partial_path(tmp_path / "out")
     left.mkdir()
     (left / "half").write_text("1")
     with NewFolder(tmp_path / "out") as folder:

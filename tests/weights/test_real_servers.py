@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.roles import EngineEndpoint
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import VOCAB_SIZE, save_qwen3, tiny_args
 from tests.weights import ranks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.weights.roles import EngineEndpoint, check_without_stages, colocated_roles, partners, split_roles
+from slimrl.weights.update.topology import EngineEndpoint, check_without_stages, colocated_roles, partners, split_roles
 
 
 def engines(*slots: list[int], per_node: int | None = None, tensor_parallel: int | None = None) -> list[EngineEndpoint]:

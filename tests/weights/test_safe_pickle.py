@@ -16,10 +16,10 @@ import torch
 from megatron.core.enums import ModelType
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from slimrl.megatron.checkpoint_folder import read_data_state
+from slimrl.megatron.checkpoint.folder import read_data_state
+from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint
+from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
 from slimrl.weights.safe_pickle import RefusedPickleError, check_extra_state, load_plain, read_metadata
-from slimrl.weights.torch_dist import TorchDistCheckpoint
-from slimrl.weights.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
 from tests.weights.models import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

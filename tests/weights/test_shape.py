@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.weights.families import family_for
-from slimrl.weights.shape import ModelShape
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
 
 QWEN3_4B = {  # the published config.json, the entries that matter here
     "model_type": "qwen3",

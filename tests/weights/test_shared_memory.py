@@ -14,10 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimrl.weights.buckets import Bucket, iter_buckets
-from slimrl.weights.large_pages import LARGE, collapse
-from slimrl.weights.shared_memory import HostSharedBuffer, Reference, serialize
-from slimrl.weights.transport_tensor import EngineLink
+from slimrl.weights.update.buckets import Bucket, iter_buckets
+from slimrl.weights.update.transport_tensor import LARGE, EngineLink, HostSharedBuffer, Reference, collapse, serialize
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from slimrl.arguments import Arguments
-from slimrl.sglang.errors import EngineTimeoutError, EngineUnavailableError
-from slimrl.weights.buckets import ReusedBuffer, iter_buckets
-from slimrl.weights.export import iter_hf_tensors
-from slimrl.weights.families import family_for
-from slimrl.weights.layout import megatron_shape
-from slimrl.weights.shape import ModelShape
-from slimrl.weights.sync import ModelSource, WeightSyncError, WeightUpdater
-from slimrl.weights.transport_disk import Delivery, DiskTransport, post_write
-from slimrl.weights.transport_tensor import EngineLink, TensorTransport
+from slimrl.engines.protocol import EngineTimeoutError, EngineUnavailableError
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.reshard import megatron_shape
+from slimrl.weights.update.buckets import ReusedBuffer, iter_buckets
+from slimrl.weights.update.export import iter_hf_tensors
+from slimrl.weights.update.transport_disk import Delivery, DiskTransport, post_write
+from slimrl.weights.update.transport_tensor import EngineLink, TensorTransport
+from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 from tests.weights.models import named_module
 from tests.weights.servers import RecordingServer
 

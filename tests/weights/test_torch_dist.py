@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimrl.weights.torch_dist import TorchDistCheckpoint, resolve_checkpoint
-from slimrl.weights.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
+from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint, resolve_checkpoint
+from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
 
 
 def block(key: str, values: Tensor, offsets: tuple[int, ...], full: tuple[int, ...]) -> tuple[Weight, Tensor]:

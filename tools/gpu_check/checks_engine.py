@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.sglang.access import new_key
-from slimrl.sglang.calls import call
-from slimrl.sglang.control import ServerControl
-from slimrl.sglang.launch import ServerLaunch
-from slimrl.sglang.memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
-from slimrl.sglang.server import ServerProcess
-from slimrl.weights.families import family_for
-from slimrl.weights.roles import EngineEndpoint
-from slimrl.weights.shape import ModelShape
-from slimrl.weights.sync import ModelSource, PushReport, WeightUpdater
+from slimrl.engines.http import call
+from slimrl.engines.sglang.auth import new_key
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.engine_memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
+from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.update.topology import EngineEndpoint
+from slimrl.weights.update.weight_updater import ModelSource, PushReport, WeightUpdater
 from tools.gpu_check.checks_memory import free_bytes, timed
 from tools.gpu_check.checks_training import require_device
 from tools.gpu_check.models import RandomTrainer, arguments, hf_config, rollout_of, save_config, scheduled

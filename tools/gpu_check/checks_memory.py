@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.output_log_probs import output_log_probs
-from slimrl.weights.buckets import Bucket, Entry
-from slimrl.weights.shared_memory import CudaSharedBuffer, HostSharedBuffer, serialize
+from slimrl.algorithms.log_probs import output_log_probs
+from slimrl.weights.update.buckets import Bucket, Entry
+from slimrl.weights.update.transport_tensor import CudaSharedBuffer, HostSharedBuffer, serialize
 from tools.gpu_check.checks_machine import synchronize
 from tools.gpu_check.record import Record, Skip
 
@@ -123,8 +123,7 @@ def random_bytes(seed: int, count: int, device: str) -> Tensor:
 
 def offload(record: Record, device: str, most_bytes: float) -> None:
     """Weights, gradients and optimizer state in the proportions of bf16 training (2 : 4 : 12 bytes per weight)."""
-    from slimrl.megatron.communicators import Communicators
-    from slimrl.megatron.offload import TrainingMemory
+    from slimrl.megatron.offload import Communicators, TrainingMemory
 
     size = int(min(most_bytes, DEVICE_SHARE * free_bytes(device), HOST_SHARE * free_host_bytes()))
     if size < LEAST_BYTES:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments, read_args
-from slimrl.data.batch import RolloutBatch
-from slimrl.data.packing import schedule_batch
-from slimrl.megatron.trainer import MegatronTrainer
+from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.megatron.training.trainer import MegatronTrainer
 from tools.gpu_check.machine import ROOT
 
 ONE_RANK = ["--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--num-rollout", "100",

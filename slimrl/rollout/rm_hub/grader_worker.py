@@ -27,13 +27,13 @@ def main() -> None:
     sys.set_int_max_str_digits(0)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not stand between the replies
-    from slimrl.rollout.rm_hub import rules
+    from slimrl.rollout.rm_hub import rule_graders
 
     algebra = _Algebra(lambda notice: print(json.dumps(notice), file=replies))
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin.buffer:
         try:
-            reply = {"value": rules.judge(json.loads(line), algebra)}
+            reply = {"value": rule_graders.judge(json.loads(line), algebra)}
         except MemoryError:
             reply = {"error": f"MemoryError: the answer needs more than {MEMORY_LIMIT_BYTES >> 20} MiB"}
         except Exception as error:  # whatever a library makes of a hostile answer is the answer's failure
@@ -51,7 +51,7 @@ class _Algebra:
     def __call__(self, answer: str, label: str) -> bool:
         if self._equal is None:
             self._tell({"loading": True})
-            from slimrl.rollout.rm_hub.equality import algebra
+            from slimrl.rollout.rm_hub.math_equivalence import sympy_equal as algebra
 
             algebra.warm_up()
             self._equal = algebra.equal

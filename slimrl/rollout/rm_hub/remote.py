@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.errors import ServiceError
+from slimrl.engines.protocol import ServiceError
 from slimrl.rollout.rm_hub.grader_pool import encoded
 
 ATTEMPTS = 5

@@ -3,29 +3,80 @@
 A grader without a verdict (time limit, crash) gives the reward of a wrong answer and leaves its reason in
 `sample.metadata["reward_failure"]`, which the metrics count; a failing user function or reward service is an error.
 Created and closed by the rollout generator; `async_rm` is the door for user code.
+
+What a user's reward function returned, checked; and the time it may take.
+
+When too many answers of a rollout got no verdict for their rewards to mean anything (`--rm-failure-limit`).
+
+One answer without a verdict counts as wrong and is counted; this ends the run where the graders themselves are broken.
+Called by the rollout manager on every rollout before it is trained on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import dataclasses
 import logging
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.hooks import CustomReward, GroupReward, resolve
-from slimrl.rollout.making import begin_calls
-from slimrl.rollout.rm_hub import builtin
-from slimrl.rollout.rm_hub.builtin import Reward
+from slimrl.hooks.base import plain_number
+from slimrl.rollout.async_utils import gather_or_cancel
+from slimrl.rollout.generation.sample_tracker import begin_calls
+from slimrl.rollout.rm_hub import registry
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
-from slimrl.rollout.rm_hub.user_rewards import as_reward, as_rewards, within
-from slimrl.rollout.tasks import gather_or_cancel
+from slimrl.rollout.rm_hub.registry import Reward
 
 if TYPE_CHECKING:
     from slimrl.rollout.rm_hub.remote import RemoteReward
     from slimrl.rollout.rm_hub.reward_model import RewardModel
+
+
+async def within(time_limit_s: float, path: str, call: Awaitable[Any]) -> Any:
+    """What the call of the function at `path` returns. Raises TimeoutError naming it where it takes longer."""
+    try:
+        async with asyncio.timeout(time_limit_s) as limit:
+            return await call
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(
+            f"the reward function {path} took more than {time_limit_s:g} s: give it a limit of its own"
+        ) from error
+
+
+def as_reward(path: str, returned: Any) -> float | dict[str, Any]:
+    """One reward: a dict as it is, any other finite number as a float. Raises ValueError for anything else."""
+    if isinstance(returned, dict):
+        return returned
+    try:
+        reward = plain_number(returned)
+    except TypeError as error:
+        raise ValueError(
+            f"the reward function {path} returned {returned!r}: it must return a number or a dict"
+        ) from error
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward function {path} returned {reward}: it must return a finite number")
+    return reward
+
+
+def as_rewards(path: str, returned: Any, count: int) -> list[float | dict[str, Any]]:
+    """One reward per sample of a group. Raises ValueError where there are more, fewer or none."""
+    many = isinstance(returned, Sequence) and not isinstance(returned, str | bytes) or hasattr(returned, "tolist")
+    if not many or len(returned) != count:
+        shown = f"{len(returned)} rewards" if many else repr(returned)
+        raise ValueError(
+            f"the reward function {path} returned {shown} for a group of {count} samples: with --group-rm it must"
+            " return a list of one reward per sample"
+        )
+    return [as_reward(path, reward) for reward in returned]
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +97,7 @@ class RewardRule:
         """Raises ValueError where the rule names an unknown built-in type, HookError where its function is no good."""
         if self.custom_rm_path is not None:
             resolve(self.custom_rm_path, CustomReward)
-        if self.rm_type is not None and not builtin.is_builtin(self.rm_type):
+        if self.rm_type is not None and not registry.is_builtin(self.rm_type):
             raise ValueError(f"{source}: {_unknown_type(self.rm_type)}")
 
 
@@ -127,19 +178,19 @@ class RewardScorer:
         rm_type = sample.metadata.get("rm_type") or rule.rm_type
         if rm_type is None:
             raise ValueError("no reward is chosen: give --rm-type, --custom-rm-path or metadata.rm_type in the data")
-        if not builtin.is_builtin(rm_type):
+        if not registry.is_builtin(rm_type):
             raise ValueError(_unknown_type(rm_type))
         sample.metadata.pop(REWARD_FAILURE_KEY, None)
-        if rm_type == builtin.MODEL:
+        if rm_type == registry.MODEL:
             return await self._score_by_model(sample)
-        if builtin.is_remote(rm_type):
+        if registry.is_remote(rm_type):
             return await self._score_by_service(rm_type, sample)
         try:
-            return await builtin.grade(rm_type, sample, self._graders)
+            return await registry.grade(rm_type, sample, self._graders)
         except GraderFailure as error:
             logger.warning("sample %s: no verdict on its answer, judged as wrong: %s", sample.index, error)
             sample.metadata[REWARD_FAILURE_KEY] = str(error)
-            return builtin.wrong(rm_type)
+            return registry.wrong(rm_type)
 
     async def _score_by_model(self, sample: Sample) -> float:
         if self._model is None:
@@ -152,7 +203,7 @@ class RewardScorer:
     async def _score_by_service(self, rm_type: str, sample: Sample) -> Reward:
         if self._remote is None:
             raise ValueError(f"the reward type {rm_type} asks a service, and --rm-url is not given: give its address")
-        return await self._remote.reward(sample, builtin.judged_text(rm_type, sample.response))
+        return await self._remote.reward(sample, registry.judged_text(rm_type, sample.response))
 
 
 async def async_rm(args: Arguments, sample: Sample) -> Reward:
@@ -195,7 +246,24 @@ def _reward_model(args: Arguments) -> RewardModel:
 
 
 def _unknown_type(rm_type: str) -> str:
-    known = ", ".join(builtin.builtin_types())
+    known = ", ".join(registry.builtin_types())
     return (
         f"the reward type {rm_type!r} is not known: use {known}, any of the rules with the prefix boxed_, or a function"
+    )
+
+
+class NoVerdictsError(RuntimeError):
+    """At least the allowed share of a rollout's answers got no verdict."""
+
+
+def require_verdicts(samples: Sequence[Sample], limit: float, what: str) -> None:
+    """Raises NoVerdictsError where at least the share `limit` of the samples of `what` got none, with the reasons."""
+    reasons = [sample.metadata[REWARD_FAILURE_KEY] for sample in samples if REWARD_FAILURE_KEY in sample.metadata]
+    if not reasons or len(reasons) < limit * len(samples):
+        return
+    commonest = "; ".join(f"{count} times: {reason}" for reason, count in Counter(reasons).most_common(3))
+    raise NoVerdictsError(
+        f"{what}: the graders came to no verdict on {len(reasons)} of {len(samples)} answers, and --rm-failure-limit"
+        f" {limit:g} ends the run there ({commonest}); mend the grader or the data, raise --rm-time-limit where time"
+        " was short, or raise the limit"
     )

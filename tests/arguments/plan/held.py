@@ -24,11 +24,12 @@ def held_bytes(rank: int, world_size: int, init_method: str, args: Arguments) ->
     """What one rank holds before its first step."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from slimrl.megatron import config, model, parallel
+    from slimrl.megatron import config, parallel
+    from slimrl.megatron.model import model_builder
     from slimrl.megatron.optimizer import build_optimizer
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    stages = model.build_stages(args, state)
+    stages = model_builder.build_stages(args, state)
     wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in stages]
     optimizer = build_optimizer(args, wrapped)
     buffers = [buffer for stage in wrapped for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]

@@ -1,7 +1,7 @@
 """From prompts to micro-batches, by hand."""
 
-from slimrl.arguments.plan.batch import batches, largest_micro_batch
-from slimrl.arguments.plan.layout import groups_of
+from slimrl.arguments.dry_run.batch import batches, largest_micro_batch
+from slimrl.arguments.layout import groups_of
 from tests.arguments.plan.published import QWEN3_4B, flags
 
 

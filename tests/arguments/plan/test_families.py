@@ -6,9 +6,9 @@ import pytest
 from safetensors import safe_open
 
 from slimrl.arguments import read_args
-from slimrl.arguments.hf_files import read_hf_files
-from slimrl.arguments.plan.parameters import selection_biases, total_parameters
-from slimrl.arguments.plan.shape import shape_of
+from slimrl.models.hf_folder import read_hf_files
+from slimrl.models.model_spec import shape_of
+from slimrl.models.parameters import selection_biases, total_parameters
 from tests.families.toys import TOYS
 
 

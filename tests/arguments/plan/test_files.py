@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.arguments.hf_files import UnreadableFileError, bytes_per_weight, read_hf_files
-from slimrl.arguments.plan.checkpoints import find, start_of
-from slimrl.arguments.plan.hook_places import hook_places
+from slimrl.arguments.checkpoints import find, start_of
+from slimrl.arguments.dry_run.hook_locations import hook_places
+from slimrl.models.hf_folder import UnreadableFileError, bytes_per_weight, read_hf_files
 from tests.arguments.plan.published import QWEN3_4B, flags
 
 
@@ -165,7 +165,7 @@ def test_each_of_several_hooks_of_one_flag_has_its_place():
 
 @pytest.mark.parametrize("file", ["../../secret.safetensors", "/etc/passwd", "..", "sub/model.safetensors", "", 5])
 def test_an_index_that_leaves_its_folder_is_refused_by_tensor_and_by_both_readers(tmp_path, file):
-    from slimrl.weights.hf_files import HfCheckpoint
+    from slimrl.weights.hf_checkpoint import HfCheckpoint
 
     index = {"weight_map": {"model.norm.weight": file}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from slimrl.arguments.plan.flops import forward_flops
-from slimrl.arguments.plan.shape import Experts, LatentAttention, Shape
+from slimrl.models.model_spec import Experts, LatentAttention, Shape
+from slimrl.models.parameters import forward_flops
 
 LENGTH = 24
 QWEN3_4B = Shape(

@@ -2,15 +2,7 @@
 
 import pytest
 
-from slimrl.arguments.plan.layout import (
-    Place,
-    dense_axes,
-    expert_axes,
-    groups_of,
-    placement,
-    rank_lists,
-    stage_layers,
-)
+from slimrl.arguments.layout import Place, dense_axes, expert_axes, groups_of, placement, rank_lists, stage_layers
 from tests.arguments.plan.published import QWEN3_4B, flags
 
 

@@ -2,17 +2,10 @@
 
 import pytest
 
-from slimrl.arguments.plan import estimate
-from slimrl.arguments.plan.activations import (
-    Setting,
-    layer_bytes,
-    layer_parts,
-    output_bytes,
-    piece_columns,
-    saved_bytes,
-)
-from slimrl.arguments.plan.engine_memory import EngineSettings, cache_elements_per_token, engine_memory
-from slimrl.arguments.plan.shape import Shape, shape_of
+from slimrl.arguments.dry_run import estimate
+from slimrl.arguments.dry_run.memory import EngineSettings, cache_elements_per_token, engine_memory
+from slimrl.models.activations import Setting, layer_bytes, layer_parts, output_bytes, piece_columns, saved_bytes
+from slimrl.models.model_spec import Shape, shape_of
 from tests.arguments.plan.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
 
 SLOT = 2_011_495_936  # parameters of Qwen3-4B on one of two tensor parallel slots: see test_parameters
@@ -204,11 +197,11 @@ def test_logits_that_are_kept_count_three_copies_and_two_float32_buffers_of_a_ch
 @pytest.mark.parametrize("element", [2, 4])
 @pytest.mark.parametrize("chunk_size", [-1, 1, 77, 1024])
 def test_the_pieces_are_those_of_the_trainer(tokens, element, chunk_size):
-    from slimrl.algorithms import output_log_probs
+    from slimrl.algorithms import log_probs
 
     for columns in (64, 128, 37984, 151936):
         numbers = (tokens, columns, element, chunk_size)
-        assert piece_columns(*numbers) == output_log_probs.piece_columns(*numbers)
+        assert piece_columns(*numbers) == log_probs.piece_columns(*numbers)
 
 
 def test_the_peak_has_the_loss_or_a_layers_backward_pass():

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.plan.parameters import (
+from slimrl.models.model_spec import shape_of
+from slimrl.models.parameters import (
     Split,
     active_parameters,
     buffer_elements,
@@ -14,7 +15,6 @@ from slimrl.arguments.plan.parameters import (
     stage_weights,
     total_parameters,
 )
-from slimrl.arguments.plan.shape import shape_of
 from tests.arguments.plan.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
 from tests.scripts.model_size import parameters
 from tests.scripts.test_models import SERVED

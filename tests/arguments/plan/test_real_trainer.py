@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from slimrl.arguments.plan.layout import stage_layers
-from slimrl.arguments.plan.memory import estimate
-from slimrl.arguments.plan.parameters import Split, stage_weights
-from slimrl.arguments.plan.shape import shape_of
+from slimrl.arguments.dry_run.memory import estimate
+from slimrl.arguments.layout import stage_layers
+from slimrl.models.model_spec import shape_of
+from slimrl.models.parameters import Split, stage_weights
 from tests.arguments.plan.held import held_bytes
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import tiny_args

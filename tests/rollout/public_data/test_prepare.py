@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from slimrl.data.readers import open_rows
-from slimrl.rollout.public_data.prepare import PUBLIC_SETS, prepare
-from slimrl.rollout.public_data.problems import INSTRUCTION
+from slimrl.rollout.dataset_prep.layouts import INSTRUCTION
+from slimrl.rollout.dataset_prep.prepare import PUBLIC_SETS, prepare
 
 USER = {"role": "user", "content": "What is 3+4?"}
 ANSWER = {"role": "assistant", "content": "Seven."}

@@ -1,0 +1,171 @@
+"""What lies in a folder of checkpoints, by names and sizes alone: whole or torn, ours or another program's.
+
+The one description that the rules (before any process starts), the dry run and the trainer share. No torch here.
+
+Which checkpoints a run will start from: looks at folders and names, never into tensors.
+
+Says the same as the trainer's own search (`slimrl.megatron.checkpoint.folder`), without torch. The rules have passed,
+so whatever is named is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from slimrl.arguments.namespace import Arguments
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+MANIFEST_NAME = "slimrl_checkpoint.json"  # written last into each checkpoint of training: its files and their bytes
+RELEASE = "release"
+UNFINISHED = ".tmp"  # ends the name of a checkpoint that is being written, or being deleted
+REPLACED = ".old"  # ends the name of a whole one while another takes its place
+_PROGRAM = "slimrl"
+_ALWAYS = ("metadata.json", ".metadata")  # in every torch_dist checkpoint, whoever wrote it
+
+
+def folder_name(iteration: int | None) -> str:
+    """`iter_0000012` for 12, `release` for None."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """12 for `iter_0000012`, None for any other name."""
+    return int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() and len(name) == 12 else None
+
+
+def placed(root: Path, name: str) -> Path | None:
+    """The folder of the checkpoint `name`; where a kill fell between the two renames of a replacement, the old one.
+
+    None where there is neither.
+    """
+    for path in (root / name, root / (name + REPLACED)):
+        if path.is_dir():
+            return path
+    return None
+
+
+def manifest(iteration: int, files: dict[str, int], **more: Any) -> str:
+    """The text of the manifest: `files` are names and bytes, `more` is for the reader's information."""
+    content = {"program": _PROGRAM, "iteration": iteration, **more, "files": dict(sorted(files.items()))}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The parsed manifest; None where there is none, or one that is cut off."""
+    try:
+        content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("program") == _PROGRAM else None
+
+
+def is_ours(folder: Path) -> bool:
+    """True for a checkpoint that training wrote under this very name."""
+    written = read_manifest(folder)
+    return written is not None and written["iteration"] == iteration_of(folder.name)
+
+
+def damage(folder: Path) -> str | None:
+    """Why the checkpoint `folder` is not to be read, None where nothing speaks against it.
+
+    With a manifest every file must have its bytes; without one (a converted model, another program's) the files that
+    no torch_dist checkpoint lacks must be there.
+    """
+    written = read_manifest(folder)
+    if written is None:
+        if (folder / MANIFEST_NAME).exists():
+            return f"its {MANIFEST_NAME} is cut off or not slimrl's"
+        lacking = next((name for name in _ALWAYS if not (folder / name).is_file()), None)
+        return None if lacking is None else f"it is no torch_dist checkpoint, or a torn one: it has no {lacking}"
+    for name, size in written["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"it is torn: {name} is missing"
+        if path.stat().st_size != size:
+            return f"it is torn: {name} has {path.stat().st_size} bytes of {size}"
+    return None
+
+
+def is_hf_model(folder: Path) -> bool:
+    """True for the folder of a Hugging Face model with its weights, False for a checkpoint of training."""
+    has_weights = any(folder.glob("*.safetensors"))
+    return has_weights and (folder / "config.json").is_file() and not (folder / TRACKER_NAME).is_file()
+
+
+_COMPLETE = "metadata.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One checkpoint; `iteration` is the last rollout it was trained on, None for a converted model."""
+
+    folder: Path
+    iteration: int | None
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return "weights to start from" if self.iteration is None else f"after rollout {self.iteration}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where the weights come from and with which rollout the run begins.
+
+    `resumed` is True where optimizer and random state go on too; `reference` is None where no reference is needed;
+    `load` is --load as given.
+    """
+
+    weights: Found | None
+    flag: str
+    reference: Found | None
+    first_rollout: int
+    resumed: bool
+    load: str | None
+
+    @property
+    def sentence(self) -> str:
+        """Where the run begins, for its log."""
+        if self.resumed:
+            return f"resuming from {self.weights.folder} with rollout {self.first_rollout}"
+        source = f"a fresh start from {self.flag} {self.weights.folder}, with rollout {self.first_rollout}"
+        if self.flag == "--load" or self.load is None:
+            return source
+        return f"--load {self.load} holds no checkpoint yet: {source}"
+
+
+def find(folder: str | None, step: int | None) -> Found | None:
+    """The checkpoint in `folder`: iteration `step`, or the one that its tracker file names; None for a fresh folder."""
+    if folder is None:
+        return None
+    root = Path(folder)
+    if (root / _COMPLETE).is_file():
+        return Found(root, iteration_of(root.name.removesuffix(REPLACED)))
+    if is_hf_model(root):
+        return Found(root, None)
+    if step is None:
+        tracker = root / TRACKER_NAME
+        if not tracker.is_file():
+            return None
+        name = tracker.read_text().strip()
+        step = None if name == "release" else int(name)
+    return Found(placed(root, folder_name(step)) or root / folder_name(step), step)
+
+
+def start_of(args: Arguments) -> Start:
+    """From checked flags: --load where it holds a checkpoint, else --ref-load."""
+    reference = find(args.ref_load, args.ref_ckpt_step)
+    loaded = find(args.load, args.ckpt_step)
+    resumed = loaded is not None and loaded.iteration is not None and not args.finetune
+    first = loaded.iteration + 1 if resumed else 0
+    return Start(
+        weights=loaded or reference,
+        flag="--ref-load" if loaded is None else "--load",
+        reference=reference if args.use_reference and not args.only_evaluates else None,
+        first_rollout=first if args.start_rollout_id is None else args.start_rollout_id,
+        resumed=resumed,
+        load=args.load,
+    )

@@ -1,0 +1,50 @@
+"""`--dry-run`: what a command line would do, as text, before anything is started.
+
+Promises to import nothing heavy and to look only at small files: headers, not tensors. `estimate` is the memory of a
+slot as a pure function of the flags. Called by `slimrl.cluster.dry_run`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from slimrl.arguments.dry_run.errors import refusals, warnings
+from slimrl.arguments.dry_run.memory import MemoryPlan, StageMemory, estimate
+from slimrl.arguments.dry_run.plan import Machine, Plan, Surroundings, make_plan, this_machine
+from slimrl.arguments.dry_run.render import render
+from slimrl.arguments.flag import Problem, report
+from slimrl.arguments.namespace import Arguments
+from slimrl.models.hf_folder import UnreadableFileError
+
+__all__ = [
+    "Machine",
+    "MemoryPlan",
+    "Plan",
+    "StageMemory",
+    "Surroundings",
+    "estimate",
+    "make_plan",
+    "print_plan",
+    "refusals",
+    "warnings",
+    "this_machine",
+]
+
+EXIT_REFUSED = 2
+
+
+def print_plan(args: Arguments, entry: str, surroundings: Surroundings) -> int:
+    """Prints the plan of a checked command line, and what is wrong with it to stderr; returns the exit code."""
+    try:
+        plan = make_plan(args, entry, surroundings)
+    except UnreadableFileError as error:
+        problems = [Problem("--hf-checkpoint", f"--hf-checkpoint: {error}.")]
+    else:
+        print(render(plan), flush=True)
+        for warning in warnings(plan):
+            print(f"\nNote: {warning}", flush=True)
+        problems = refusals(plan)
+    if problems:
+        print(report(problems, entry), file=sys.stderr)
+        return EXIT_REFUSED
+    return 0

@@ -1,0 +1,199 @@
+"""What is wrong with a plan that no single flag shows: slots that are not there, memory, files of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimrl.arguments.dry_run.advice import less_training, more_cache
+from slimrl.arguments.dry_run.memory import StageMemory
+from slimrl.arguments.dry_run.plan import Plan
+from slimrl.arguments.flag import Problem
+from slimrl.arguments.namespace import Arguments
+from slimrl.models.hf_folder import weights_fault
+from slimrl.processes.process_info import gib
+
+
+def refusals(plan: Plan) -> list[Problem]:
+    """Every problem of the plan, as sentences with the arithmetic and the mend."""
+    return [*_slots(plan), *_checkpoint_files(plan), *_memory(plan)]
+
+
+def _slots(plan: Plan) -> Iterator[Problem]:
+    where, nodes, gpus = plan.placement, plan.surroundings.nodes, plan.surroundings.machine.gpus
+    present = sum(nodes) if nodes is not None else len(gpus) if gpus and plan.args.slot_memory_gib is None else None
+    if present is not None and present < where.total:
+        who = "the Ray cluster has" if nodes is not None else "outside a Ray cluster this machine has"
+        yield Problem(
+            "--actor-num-gpus-per-node",
+            f"the flags ask for {where.total} slots ({_roles(plan)}) and {who} {present}: start Ray with more, or lower"
+            " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
+            + (", or --rm-num-gpus." if where.reward else "."),
+        )
+        return
+    yield from _groups_on_one_node(plan)
+
+
+def _roles(plan: Plan) -> str:
+    train, engines = len(plan.placement.train), sum(map(len, plan.placement.engines))
+    reward = sum(map(len, plan.placement.reward))
+    own = f", {reward} for the reward model" if reward else ""
+    return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "") + own
+
+
+def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
+    where, tp = plan.placement, plan.groups.tensor
+    per_node = (
+        "as the cluster has it" if plan.surroundings.nodes else f"by --num-gpus-per-node {plan.args.num_gpus_per_node}"
+    )
+    engines = [(f"engine {index}", "--rollout-num-gpus-per-engine", slots) for index, slots in enumerate(where.engines)]
+    engines += [
+        (f"server {index} of the reward model", "--rm-num-gpus-per-engine", slots)
+        for index, slots in enumerate(where.reward)
+    ]
+    for name, flag, slots in engines:
+        shares = where.shares(slots)
+        if len(shares) > 1 and (
+            len(set(shares.values())) > 1 or any(n != where.on_node(at) for at, n in shares.items())
+        ):
+            listed = ", ".join(f"{n} of the {where.on_node(at)} on node {at}" for at, n in shares.items())
+            yield Problem(
+                flag,
+                f"{name} would get the slots {slots[0]} to {slots[-1]}: {listed} ({per_node}), and an engine"
+                f" lies on one node or fills whole nodes alike: choose training slots and {flag}"
+                " so that engines end where nodes do.",
+            )
+            return
+    for first in range(0, len(where.train), tp):
+        nodes = where.nodes_of(range(first, first + tp))
+        if len(nodes) > 1 and tp <= plan.args.actor_num_gpus_per_node:  # larger groups have no choice
+            yield Problem(
+                "--tensor-model-parallel-size",
+                f"the training slots {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"
+                f" lie on nodes {nodes[0]} and {nodes[-1]} {per_node}: choose a size that divides the slots of a node.",
+            )
+            return
+
+
+def _checkpoint_files(plan: Plan) -> Iterator[Problem]:
+    files, folder = plan.hf_files, plan.args.hf_checkpoint
+    if files is None:
+        return
+    if files.missing:
+        yield Problem(
+            "--hf-checkpoint",
+            f"--hf-checkpoint {folder} is not complete, its index names {files.missing[0]}"
+            + (f" and {len(files.missing) - 1} more files" if len(files.missing) > 1 else "")
+            + " that are not there: copy the model again.",
+        )
+    elif files.elements not in (None, plan.checkpoint_elements) and not plan.args.debug_rollout_only:
+        yield Problem(
+            "--hf-checkpoint",
+            f"the model flags describe {plan.checkpoint_elements:,} weights and the files of --hf-checkpoint {folder}"
+            f" hold {files.elements:,}, {abs(files.elements - plan.checkpoint_elements):,}"
+            f" {'more' if files.elements > plan.checkpoint_elements else 'less'}: give the flags of this model, or"
+            " the files of the model that the flags describe.",
+        )
+
+
+def _memory(plan: Plan) -> Iterator[Problem]:
+    if plan.slot is None:
+        return
+    if plan.slot.shared:
+        shortage = _shortage(plan) if plan.surroundings.nodes is not None else None
+        if shortage is not None:
+            yield Problem("--slot-memory-gib", f"{shortage}: start a smaller model, or on machines with GPUs.")
+        return
+    stage, engine, slot = plan.memory.largest_stage, plan.memory.engine, plan.slot
+    have = f"{gib(slot.bytes)} ({slot.source})"
+    training_fits = stage is None or stage.total <= slot.bytes
+    if not training_fits:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
+        )
+    if plan.reward_weights is not None and plan.reward_weights > slot.bytes:
+        yield Problem(
+            "--rm-num-gpus-per-engine",
+            f"the reward model's weights take {gib(plan.reward_weights)} of a slot that has {have}: raise"
+            " --rm-num-gpus-per-engine.",
+        )
+    if engine is None:
+        return
+    fraction = plan.engine_settings.fraction
+    static = int(slot.bytes * fraction)
+    if engine.tokens < plan.micro_batch.longest_sample:
+        yield Problem(
+            "--rollout-num-gpus-per-engine",
+            f"an engine's slot has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and a KV"
+            f" cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
+            f" {plan.micro_batch.longest_sample:,}: {more_cache(plan)}.",
+        )
+    elif training_fits and plan.colocated and not plan.takes_turns and stage.total + static > slot.bytes:
+        most = (slot.bytes - stage.total) / slot.bytes
+        yield Problem(
+            "--sglang-mem-fraction-static",
+            f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
+            f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
+            f" {max(int(most * 100) / 100, 0.01):g} or less, let both take turns (leave {_kept_by(plan.args)} out), or"
+            " split the roles with --rollout-num-gpus.",
+        )
+
+
+def _kept_by(args: Arguments) -> str:
+    """The flags because of which a side stays where it is."""
+    training = "--use-megatron-fsdp" if args.use_megatron_fsdp else "--no-offload-train"
+    sides = ((training, args.offload_train), ("--no-offload-rollout", args.offload_rollout))
+    return " and ".join(flag for flag, leaves in sides if not leaves)
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What does not stop a plan: weights that are not there yet, a machine that is too small for it."""
+    return [*_no_weights(plan), *_small_machine(plan)]
+
+
+def _no_weights(plan: Plan) -> list[str]:
+    folder = Path(plan.args.hf_checkpoint)
+    fault = weights_fault(folder) if plan.hf_files is None and plan.placement.engines else None
+    return [] if fault is None else [f"--hf-checkpoint {folder} {fault}. Without them only this plan can be made."]
+
+
+def _small_machine(plan: Plan) -> list[str]:
+    """This machine is too small for the plan, which may be meant for other machines."""
+    if plan.slot is None or not plan.slot.shared or plan.surroundings.nodes is not None:
+        return []
+    shortage = _shortage(plan)
+    if shortage is None:
+        return []
+    return [f"{shortage}. To check the plan for other machines, give --slot-memory-gib, the memory of one GPU there."]
+
+
+def _shortage(plan: Plan) -> str | None:
+    """Without GPUs all slots of a machine draw on the same memory: what counts is their sum. None where it fits."""
+    engine = plan.memory.engine
+    stages = plan.memory.stages
+    train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)
+    rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
+    reward = (plan.reward_weights or 0) * sum(map(len, plan.placement.reward))
+    nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
+    need, host = (train + rollout + reward) // nodes, plan.surroundings.machine.host
+    if need <= host:
+        return None
+    return (
+        f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training slots take"
+        f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}"
+        + (f", the reward model {gib(reward)}" if reward else "")
+        + f", per machine {gib(need)}"
+    )
+
+
+def stage_sum(stage: StageMemory) -> str:
+    """The parts of a slot's memory in words."""
+    parts = {
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        "activations": stage.activations,
+        "loss and backward": max(stage.loss, stage.backward),
+    }
+    return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)

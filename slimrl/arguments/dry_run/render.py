@@ -1,0 +1,364 @@
+"""The plan as text for a terminal: one section per question, aligned columns, numbers with their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slimrl.arguments.dry_run.memory import StageMemory
+from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
+from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
+from slimrl.processes.process_info import gib
+
+# groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
+SMALL_WORLD = 16
+LISTED = 4
+
+
+def render(plan: Plan) -> str:
+    """The whole text."""
+    sections = (
+        ("What runs", _run(plan)),
+        ("Slots", _slots(plan)),
+        ("Parallel groups of training", _groups(plan)),
+        ("One rollout", _batches(plan)),
+        ("Model", _model(plan)),
+        ("Checkpoints", _checkpoints(plan)),
+        ("Hooks", _hooks(plan)),
+        ("Servers", _servers(plan)),
+        ("Memory of one slot", _memory(plan)),
+    )
+    blocks = [f"Plan of {plan.entry}: nothing is started."]
+    for title, lines in sections:
+        body = list(lines)
+        if body:
+            blocks.append("\n".join([title, *(f"  {line}" for line in body)]))
+    return "\n\n".join(blocks)
+
+
+def table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Columns padded to their widest entry; cells that are no text, or end in a unit, stand right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts if column < len(row)) for column in range(max(map(len, texts)))]
+    lines = []
+    for row, cells in zip(texts, rows, strict=True):
+        padded = [
+            text.rjust(width) if _is_number(cell) else text.ljust(width)
+            for text, width, cell in zip(row, widths, cells, strict=False)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _is_number(cell: object) -> bool:
+    return not isinstance(cell, str) or cell.endswith((" GiB", " MiB"))
+
+
+def _run(plan: Plan) -> Iterator[str]:
+    args = plan.args
+    first = plan.start.first_rollout if plan.start is not None else args.start_rollout_id or 0
+    if args.num_rollout is None:
+        data = args.prompt_data or args.data_source_path
+        data = data if isinstance(data, str) else " ".join(data)
+        length = f"{args.num_epoch} passes over {data}, in rollouts of {args.rollout_batch_size} prompts"
+    elif args.only_evaluates:
+        length = "one evaluation: --num-rollout 0 trains nothing"
+    elif first >= args.num_rollout:
+        length = f"nothing is left to do: the next rollout is {first} and --num-rollout is {args.num_rollout}"
+    else:
+        length = f"rollouts {first} to {args.num_rollout - 1} ({args.num_rollout - first})"
+    yield from table([("length", length), *loop_rows(plan), ("folder", args.run_dir)])
+
+
+def _slots(plan: Plan) -> Iterator[str]:
+    where = plan.placement
+    rows: list[tuple[object, ...]] = [("role", "slots", "where (node: slots on it)")]
+    if where.train:
+        rows.append(("training", len(where.train), _where(plan, where.train)))
+    if where.engines:
+        every = range(where.engines[0].start, where.engines[-1].stop)
+        rows.append(("engines", len(every), _where(plan, every)))
+    if where.reward:
+        every = range(where.reward[0].start, where.reward[-1].stop)
+        rows.append(("reward model", len(every), _where(plan, every)))
+    yield from table(rows)
+    nodes = len(where.nodes_of(range(len(where.places))))
+    shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
+    source = (
+        "of the Ray cluster" if plan.surroundings.nodes is not None else f"of {plan.args.num_gpus_per_node} slots each"
+    )
+    yield f"{where.total} slots{shared}, on {nodes} {'node' if nodes == 1 else 'nodes'} {source}"
+
+
+def _turns(plan: Plan) -> str:
+    parked, released = plan.args.offload_train, plan.args.offload_rollout
+    if parked and released:
+        return "each side out of the way while the other works"
+    if parked:
+        return "training out of the way while engines generate"
+    return "engines out of the way while training works" if released else "side by side"
+
+
+def _where(plan: Plan, positions: range) -> str:
+    parts = []
+    for node in plan.placement.nodes_of(positions):
+        slots = [plan.placement.places[i].slot for i in positions if plan.placement.places[i].node == node]
+        parts.append(f"{node}: {_span(slots)}")
+    return "; ".join(parts[:LISTED] + ([f"... {parts[-1]}"] if len(parts) > LISTED else []))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """ "0-3 and 8-11": where numbers follow each other."""
+    starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
+    pieces = [numbers[start:end] for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    return " and ".join(map(_span, pieces)) or "none"
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    if not plan.placement.train:
+        return
+    groups = plan.groups
+    meanings = {
+        "TP": "share each layer's matrices",
+        "CP": "share each sample's tokens",
+        "DP": "copies of the model, each with its own samples",
+        "PP": "stages, one after the other",
+        "expert TP": "share each expert's matrices",
+        "EP": "share the experts of a layer",
+        "expert DP": "copies of the same experts",
+    }
+    axes = [(dense_axes(groups), name) for name, _ in dense_axes(groups)]
+    if plan.shape.experts is not None:
+        axes += [(expert_axes(groups), name) for name in ("expert TP", "EP", "expert DP")]
+    rows: list[tuple[object, ...]] = [("group", "size", "what its ranks do", f"ranks (of {groups.world})")]
+    for sizes, name in axes:
+        size = dict(sizes)[name]
+        rows.append((name, size, meanings[name], _ranks(rank_lists(sizes, name), groups.world) if size > 1 else "-"))
+    yield from table(rows)
+    if groups.pipeline > 1:
+        layers = ", ".join(f"{number}: {_runs(s.layers)}" for number, s in enumerate(plan.memory.stages))
+        yield f"layers of each stage: {layers}"
+
+
+def _ranks(lists: list[list[int]], world: int) -> str:
+    if world <= SMALL_WORLD:
+        return " ".join(str(ranks).replace(" ", "") for ranks in lists)
+    first = ",".join(map(str, lists[0][:LISTED])) + (",..." if len(lists[0]) > LISTED else "")
+    return f"[{first}] and {len(lists) - 1} more" if len(lists) > 1 else f"[{first}]"
+
+
+def _batches(plan: Plan) -> Iterator[str]:
+    args, one = plan.args, plan.batches
+    if args.only_evaluates:
+        return
+    rows: list[tuple[object, ...]] = [
+        ("prompts", one.prompts, "--rollout-batch-size"),
+        ("samples", one.samples, f"{one.prompts} x --n-samples-per-prompt {args.n_samples_per_prompt}"),
+    ]
+    if plan.placement.train:
+        rows += [
+            ("optimizer steps", one.steps, f"{one.samples} / --global-batch-size {one.samples_per_step}"),
+            (
+                "samples per step and data parallel rank",
+                one.samples_per_rank,
+                f"{one.samples_per_step} / {plan.groups.data} ranks",
+            ),
+            _micro_batches(plan),
+        ]
+    yield from table(rows)
+    if plan.placement.train:
+        yield _largest(plan)
+
+
+def _micro_batches(plan: Plan) -> tuple[object, ...]:
+    args, one = plan.args, plan.batches
+    if one.micro_batches is not None:
+        return (
+            "micro-batches of them",
+            one.micro_batches,
+            f"{one.samples_per_rank} / --micro-batch-size {args.micro_batch_size}",
+        )
+    cap = args.max_tokens_per_gpu * plan.groups.context
+    by = f" x {plan.groups.context} context parallel slots" if plan.groups.context > 1 else ""
+    return (
+        "micro-batches of them",
+        "by length",
+        f"as few as fit --max-tokens-per-gpu {args.max_tokens_per_gpu}{by} = {cap} tokens"
+        if by
+        else f"as few as fit --max-tokens-per-gpu {cap} tokens",
+    )
+
+
+def _largest(plan: Plan) -> str:
+    largest = plan.micro_batch
+    alone = ", which goes alone" if largest.alone else ""
+    return (
+        f"largest micro-batch: {largest.tokens_per_slot} tokens on a slot; {largest.basis} has {largest.longest_sample}"
+        f" tokens{alone}"
+    )
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    rows: list[tuple[object, ...]] = [("parameters", f"{plan.total_parameters:,}", billions(plan.total_parameters))]
+    if plan.shape.experts is not None:
+        rows.append(("of them for one token", f"{plan.active_parameters:,}", billions(plan.active_parameters)))
+    for number, stage in enumerate(plan.memory.stages):
+        name = "on one training slot" if len(plan.memory.stages) == 1 else f"on a slot of stage {number}"
+        rows.append((name, f"{stage.parameters:,}", billions(stage.parameters)))
+    files = plan.hf_files
+    if files is None:
+        rows.append(("in the checkpoint", "-", f"{plan.args.hf_checkpoint} holds no safetensors files"))
+    else:
+        held = f"{files.elements:,}" if files.elements is not None else "packed"
+        note = f"{files.tensors} tensors, {files.files} files, {gib(files.bytes)}"
+        biases = plan.checkpoint_elements - plan.total_parameters
+        if biases:
+            note += f"; {biases:,} of the numbers are the routers' biases"
+        rows.append(("in the checkpoint", held, note))
+    yield from table([(name, number.rjust(max(len(row[1]) for row in rows)), note) for name, number, note in rows])
+    if plan.args.debug_rollout_only:
+        return  # the servers read the folder, and nothing reads the model flags
+    agrees = "" if files is None or files.elements != plan.checkpoint_elements else " and with the files' tensors"
+    yield f"the model flags agree with config.json of {plan.args.hf_checkpoint}{agrees}"
+
+
+def billions(parameters: int) -> str:
+    """ "4.02 B", small models in millions."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+def _checkpoints(plan: Plan) -> Iterator[str]:
+    start, args = plan.start, plan.args
+    if start is None:
+        return
+    rows = []
+    if start.weights is not None:
+        rows.append(("weights", start.flag, f"{start.weights.folder} ({start.weights.name})"))
+    if start.reference is not None:
+        rows.append(("reference", "--ref-load", f"{start.reference.folder} ({start.reference.name})"))
+    if args.load is not None and start.flag != "--load":
+        rows.append(("resume from", "--load", f"{args.load} holds no checkpoint yet: a fresh start"))
+    if args.only_evaluates:
+        rows.append(("start", "", "the weights are evaluated; no optimizer's state is read, and nothing is saved"))
+        yield from table(rows)
+        return
+    state = f"goes on with rollout {start.first_rollout}, with the optimizer's state"
+    fresh = f"begins at rollout {start.first_rollout} with a fresh optimizer"
+    rows.append(("start", "", fresh if not start.resumed or args.no_load_optim else state))
+    if args.save is not None:
+        when = (
+            f"every {args.save_interval} rollouts and after the last"
+            if args.save_interval
+            else "after the last rollout"
+        )
+        when += ", while training goes on" if args.async_save else ""
+        rows.append(("save", "--save", f"{args.save} ({when}; {_kept(plan)})"))
+    if args.save_hf is not None:
+        rows.append(("export", "--save-hf", f"{args.save_hf} (with each checkpoint; none is deleted)"))
+    yield from table(rows)
+
+
+def _kept(plan: Plan) -> str:
+    """Which checkpoints are not deleted."""
+    newest, interval = plan.args.save_total_limit, plan.args.save_retain_interval
+    if newest is None and interval is None:
+        return "all stay"
+    parts = ["the newest stays" if newest in (None, 1) else f"the newest {newest} stay"]
+    return " and ".join([*parts, *([f"those after every {interval} rollouts"] if interval else [])])
+
+
+def _hooks(plan: Plan) -> Iterator[str]:
+    rows = [
+        (hook.door, hook.function, f"{hook.file}:{hook.line}" if hook.line else f"{hook.file} has no such name")
+        for hook in plan.hooks
+    ]
+    if rows:
+        yield from table(rows)
+
+
+def _servers(plan: Plan) -> Iterator[str]:
+    if not plan.servers:
+        return
+    args = plan.args
+    rows: list[tuple[object, ...]] = [("server", "where (node: slots on it)", "seed", "log")]
+    shown = plan.servers if len(plan.servers) <= 2 * LISTED else [*plan.servers[:LISTED], plan.servers[-1]]
+    rows += [(one.index, _where(plan, one.slots), one.seed, one.log) for one in shown]
+    yield from table(rows)
+    if len(shown) < len(plan.servers):
+        yield f"{len(plan.servers)} servers in all"
+    size = args.rollout_num_gpus_per_engine // plan.engine_settings.stages
+    words = [f"--model-path {args.hf_checkpoint}", f"--tp-size {size}", *option_words(args.sglang_options)]
+    yield f"each with: {' '.join(words)}"
+    if plan.surroundings.server_words:
+        yield f"because there is no GPU here, before that: {' '.join(plan.surroundings.server_words)}"
+    router = " ".join(option_words(args.router_options))
+    yield (
+        "ports: free ones, chosen when they start; in front of them one router"
+        f" (--request-timeout-secs {args.sglang_router_request_timeout_secs}{' ' + router if router else ''})"
+    )
+    yield f"at most {args.sglang_server_concurrency} requests in flight per server (--sglang-server-concurrency)"
+    yield from _reward_servers(plan)
+
+
+def _reward_servers(plan: Plan) -> Iterator[str]:
+    args, servers = plan.args, plan.placement.reward
+    if not servers:
+        return
+    places = "; ".join(_where(plan, slots) for slots in servers[:LISTED])
+    yield f"reward model: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
+    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}", "--is-embedding"]
+    yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
+    yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    stages = plan.memory.stages
+    if stages:
+        names = ["training" if len(stages) == 1 else f"stage {number}" for number in range(len(stages))]
+        rows = [("", *names), *([name, *map(gib, sizes)] for name, sizes in _stage_rows(stages))]
+        yield from table([[cell if index == 0 else cell.rjust(10) for index, cell in enumerate(row)] for row in rows])
+        if any(stage.host for stage in stages):
+            yield f"in host memory, per slot: {gib(max(stage.host for stage in stages))} ({_host_reason(plan)})"
+        if plan.args.offload_train:
+            parked = max(stage.weights + stage.optimizer for stage in stages)
+            yield f"in host memory while engines generate, per slot: {gib(parked)} (weights, optimizer state)"
+    yield from _engine(plan)
+    if plan.reward_weights is not None:
+        yield f"reward model: weights {gib(plan.reward_weights)} of each of its slots"
+    if plan.slot is None:
+        yield "the memory of a slot is not known here: --slot-memory-gib compares with it"
+    else:
+        yield f"a slot has {gib(plan.slot.bytes)} ({plan.slot.source})"
+    yield "not counted: what CUDA, NCCL or the processes themselves take; formulas: docs/dry-run.md"
+
+
+def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
+    yield "weights", [stage.weights for stage in stages]
+    yield "gradients", [stage.gradients for stage in stages]
+    yield "optimizer state", [stage.optimizer for stage in stages]
+    yield "activations kept", [stage.activations for stage in stages]
+    yield "loss, or one layer's backward", [max(stage.loss, stage.backward) for stage in stages]
+    yield "at the peak", [stage.total for stage in stages]
+
+
+def _host_reason(plan: Plan) -> str:
+    reasons = ["the reference model"] if plan.args.use_reference and not plan.args.only_evaluates else []
+    return " and ".join(reasons + (["optimizer state and gradients"] if plan.args.optimizer_cpu_offload else []))
+
+
+def _engine(plan: Plan) -> Iterator[str]:
+    engine = plan.memory.engine
+    if engine is None:
+        return
+    yield (
+        f"engine: weights {gib(engine.weights)}, KV cache {engine.cache_per_token / 1024:,.1f} KiB per token"
+        + (f" x {engine.tokens:,} tokens = {gib(engine.cache)}" if engine.tokens is not None else "")
+    )
+    if plan.slot is not None and not plan.slot.shared:
+        given = "mem_fraction_static" in plan.args.sglang_options
+        origin = "--sglang-mem-fraction-static" if given else "SGLang chooses its part, taken as"
+        fraction = plan.engine_settings.fraction
+        yield f"        {origin} {fraction:g} of the slot = {gib(int(plan.slot.bytes * fraction))} for both"

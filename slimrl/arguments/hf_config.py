@@ -1,0 +1,86 @@
+"""Compares the model flags with a config.json, row by row of its family's table.
+
+Model flags against a Hugging Face config.json: a wrong shape or theta trains without any error otherwise.
+
+One declarative table per family says which key states which flag; nothing heavy is imported. Called by the rules,
+by the plan, and by whoever needs a model's flags from its config.json.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from slimrl.arguments.flag import Problem
+from slimrl.arguments.namespace import Arguments
+from slimrl.models.config_rows import Config, LayerPattern, Row, Switch, Value
+from slimrl.models.config_tables import MODEL_TYPES, TABLES, stated_flags
+
+
+def disagreements(args: Arguments, config: Config) -> list[Problem]:
+    """One problem for each flag whose value is not the file's; none where they describe the same model."""
+    table = TABLES.get(config.get("model_type"))
+    if table is None:
+        sentence = (
+            f"--hf-checkpoint has model_type {config.get('model_type')!r} and this version trains"
+            f" {', '.join(MODEL_TYPES)}: give a model of these families."
+        )
+        return [Problem("--hf-checkpoint", sentence)]
+    problems = [
+        Problem("--hf-checkpoint", f"--hf-checkpoint has {what} in config.json, which is not served yet: use another.")
+        for unserved in table.unserved
+        if (what := unserved.found(config)) is not None
+    ]
+    rows = table.rows.values()
+    problems += [p for row in rows if isinstance(row, Value) and (p := _value(row, args, config)) is not None]
+    if args.normalization != "RMSNorm":
+        flag, given = "--normalization", args.normalization
+        sentence = f"{flag} is {given} and config.json says an RMSNorm model: give {flag} RMSNorm."
+        problems.append(Problem(flag, sentence))
+    return problems + [p for row in rows if isinstance(row, Switch) and (p := _switch(row, args, config)) is not None]
+
+
+def _value(row: Value, args: Arguments, config: Config) -> Problem | None:
+    flag = _flag(row)
+    given, wanted = vars(args)[row.field], row.stated(config)
+    given = row.unset if given is None else given
+    if isinstance(row, LayerPattern):
+        given, wanted = _pattern(given, args.num_layers), _pattern(wanted, args.num_layers)
+    if wanted is None:
+        if row.absent is None or given is None:
+            return None
+        return Problem(flag, f"{flag} is {given} and config.json says {row.absent}: leave {flag} out.")
+    if given is None:
+        if row.absent is None:  # a flag that every model needs: another rule's problem
+            return None
+        return Problem(
+            flag, f"{flag} is missing and config.json says {row.key(config)} {wanted}: give {flag} {wanted}."
+        )
+    if given == wanted:
+        return None
+    return Problem(flag, f"{flag} is {given} and config.json says {row.key(config)} {wanted}: give {flag} {wanted}.")
+
+
+def _switch(row: Switch, args: Arguments, config: Config) -> Problem | None:
+    wanted = row.stated(config)
+    if vars(args)[row.field] == wanted:
+        return None
+    # --disable-... sets its field to False: the flag is given where the field is False
+    given = row.is_on(config) is False
+    mend = f"leave {row.flag} out" if given else f"add {row.flag}"
+    state = "given" if given else "missing"
+    return Problem(row.flag, f"{row.flag} is {state} and config.json says {row.says(config)}: {mend}.")
+
+
+def _flag(row: Row) -> str:
+    return "--" + row.field.replace("_", "-")
+
+
+def _pattern(layers: int | list[int] | None, count: int | None) -> str | None:
+    """The layers as the flag is written, such as [0]*3+[1]*45, so that both spellings compare."""
+    if layers is None or count is None:
+        return None
+    each = [int(layer % layers == 0) for layer in range(count)] if isinstance(layers, int) else layers
+    return "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(each))
+
+
+__all__ = ["MODEL_TYPES", "disagreements", "stated_flags"]

@@ -1,0 +1,164 @@
+"""Where everything lies: slots on nodes, parallel groups of ranks, layers of pipeline stages.
+
+Pure arithmetic. The orders are those that the run itself uses: slots are counted node by node, training takes the
+first ones; ranks are grouped in megatron-core's default order tp-cp-ep-dp-pp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from slimrl.arguments.engines import reward_slots
+from slimrl.arguments.namespace import Arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One slot: its node and its number on that node, both from 0."""
+
+    node: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Slots in order; `train`, `engines` and `reward` are positions in `places` (one range per server)."""
+
+    places: tuple[Place, ...]
+    train: range
+    engines: tuple[range, ...]
+    reward: tuple[range, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Slots that the run reserves."""
+        return max(self.train.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
+
+    def shares(self, positions: range) -> dict[int, int]:
+        """How many of these slots lie on each of their nodes."""
+        return dict(Counter(self.places[position].node for position in positions))
+
+    def nodes_of(self, positions: range) -> list[int]:
+        """The nodes that these slots lie on."""
+        return sorted({self.places[position].node for position in positions})
+
+    def on_node(self, node: int) -> int:
+        """Slots of the run on one node."""
+        return sum(place.node == node for place in self.places)
+
+
+def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
+    """Slots of both roles. `nodes` has the slots of each node of a running cluster; None: as --num-gpus-per-node says.
+
+    Slots beyond what `nodes` have are put on a node that does not exist: the caller refuses the plan then.
+    """
+    train = 0 if args.debug_rollout_only else args.actor_num_gpus
+    rollout = 0 if args.debug_train_only else args.rollout_slots
+    start = 0 if args.colocate else train
+    size = args.rollout_num_gpus_per_engine
+    engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))
+    others = max(train, start + rollout)
+    total, size = others + reward_slots(args), args.rm_num_gpus_per_engine
+    reward = tuple(range(first, first + size) for first in range(others, total, size))
+    return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward)
+
+
+def _places(total: int, nodes: Sequence[int] | None, per_node: int) -> list[Place]:
+    if nodes is None:
+        return [Place(*divmod(position, per_node)) for position in range(total)]
+    real = [Place(node, slot) for node, slots in enumerate(nodes) for slot in range(slots)]
+    missing = [Place(len(nodes), slot) for slot in range(total - len(real))]
+    return [*real, *missing][:total]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Parallel sizes of the training world. `data` is the number of copies of the model that see different samples."""
+
+    world: int
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+    @property
+    def optimizer_shares(self) -> int:
+        """Slots that hold the same dense weights, over which a distributed optimizer is divided."""
+        return self.data * self.context
+
+
+def groups_of(args: Arguments) -> Groups:
+    """The sizes, from checked flags."""
+    world = args.actor_num_gpus
+    tp, cp, pp = args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
+    return Groups(
+        world=world,
+        tensor=tp,
+        context=cp,
+        pipeline=pp,
+        data=max(world // (tp * cp * pp), 1),
+        expert=ep,
+        expert_tensor=etp,
+        expert_data=max(world // (etp * ep * pp), 1),
+    )
+
+
+def rank_lists(sizes: Sequence[tuple[str, int]], axis: str) -> list[list[int]]:
+    """The groups of ranks along `axis`, where `sizes` names the axes from the fastest to the slowest.
+
+    For (("tp", 2), ("dp", 2)) the groups of "dp" are [0, 2] and [1, 3].
+    """
+    stride, length, world = 1, 1, 1
+    for name, size in sizes:
+        if name == axis:
+            stride, length = world, size
+        world *= size
+    starts = [rank for rank in range(world) if rank // stride % length == 0]
+    return [[start + stride * step for step in range(length)] for start in starts]
+
+
+def dense_axes(groups: Groups) -> tuple[tuple[str, int], ...]:
+    """Axes of everything but experts, from the fastest to the slowest."""
+    return (("TP", groups.tensor), ("CP", groups.context), ("DP", groups.data), ("PP", groups.pipeline))
+
+
+def expert_axes(groups: Groups) -> tuple[tuple[str, int], ...]:
+    """Axes of the experts, which use the same ranks in another division."""
+    return (
+        ("expert TP", groups.expert_tensor),
+        ("EP", groups.expert),
+        ("expert DP", groups.expert_data),
+        ("PP", groups.pipeline),
+    )
+
+
+def stage_layers(args: Arguments) -> list[tuple[int, ...]]:
+    """The layers that the slots of each pipeline stage hold, from checked flags.
+
+    The first and the last stage may be given, the others get equal parts; where the embedding (the loss) counts as a
+    layer, the first (last) piece has one less. With virtual stages the model goes round the slots several times.
+    """
+    stages, rounds = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    given = {0: args.decoder_first_pipeline_num_layers, stages - 1: args.decoder_last_pipeline_num_layers}
+    given = {stage: number for stage, number in given.items() if number is not None}
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    if stages == 1:
+        return [tuple(range(args.num_layers))]
+    rest = args.num_layers + embedding + loss - sum(given.values())
+    share = rest // max(stages - len(given), 1)
+    layers: list[tuple[int, ...]] = [()] * stages
+    start = 0
+    for turn in range(rounds):
+        for stage in range(stages):
+            count = given.get(stage, share) // rounds
+            count -= embedding if (turn, stage) == (0, 0) else 0
+            count -= loss if (turn, stage) == (rounds - 1, stages - 1) else 0
+            layers[stage] += tuple(range(start, start + count))
+            start += count
+    return layers

@@ -1,0 +1,75 @@
+"""Which values of a command line nobody else may read, and what is shown in their place.
+
+The one list for everything that shows flags: the process list, the command in `summary.json`, W&B's config, messages.
+Promises that a value of a secret flag, and a user name and password within a URL, is in nothing that is returned here.
+
+Keeps secrets of the command line out of what others see: the process list, logs, and records of the command.
+
+Called once, by the entry point, before anything reads `sys.argv` or starts a process.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+# environment variables hold keys of the user's services
+_OWN = {"wandb_key", "train_env_vars"}
+_OF_ENGINES = re.compile(r"password|(^|_)api_keys?$")
+_IN_JSON = re.compile(r'("[^"]*(?:password|api_keys?)"\s*:\s*)"[^"]*"')
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s\"']*@")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a flag (`--router-api-key`) or a field (`api_key`) holds a secret."""
+    dest = name.removeprefix("--").replace("-", "_")
+    return dest in _OWN or _OF_ENGINES.search(dest) is not None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `***` for every value of a secret flag, `--flag value ...` or `--flag=value`."""
+    hidden: list[str] = []
+    within = first = False  # of the values of a secret flag; a first one may begin with dashes itself
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if first or (within and not word.startswith("--")):
+            hidden.append(HIDDEN)
+            first = False
+            continue
+        within = word.startswith("--") and is_secret(name)
+        first = within and not equals
+        hidden.append(f"{name}={HIDDEN}" if within and equals else shown(word))
+    return hidden
+
+
+def told(name: str, value: Any) -> Any:
+    """What a message says of a flag's value."""
+    return HIDDEN if is_secret(name) else shown(value)
+
+
+def shown(value: Any) -> Any:
+    """Plain data without the entries that are secret, and without user names in URLs and keys in JSON."""
+    if isinstance(value, str):
+        return _IN_JSON.sub(rf'\1"{HIDDEN}"', _USER_OF_URL.sub(f"{HIDDEN}@", value))
+    if isinstance(value, Mapping):
+        return {name: shown(entry) for name, entry in value.items() if not is_secret(str(name))}
+    if isinstance(value, list | tuple):
+        return [shown(entry) for entry in value]
+    return value
+
+
+def show_as(words: Sequence[str]) -> None:
+    """Puts `words` in place of `sys.argv`, and of the command in the process list.
+
+    The process list is left alone where they are the same: a title that is set once is cut to the room of the first.
+    """
+    if list(words) == sys.argv:
+        return
+    from setproctitle import setproctitle
+
+    sys.argv[:] = words
+    setproctitle(shlex.join([sys.executable, *words]))

@@ -1,0 +1,302 @@
+"""Rules about pipeline stages: every layer stands on one stage, and every stage has layers.
+
+Rules about Megatron-FSDP: what is shared out, and what it can be used together with.
+
+Rules about recomputation: it says what it recomputes, and the model has that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimrl.arguments.flag import Problem
+from slimrl.arguments.layout import stage_layers
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.validation.rule import Context
+
+_ONLY_WITH_STAGES = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "microbatch_group_size_per_vp_stage",
+)
+
+
+def stages_are_several(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Flags that divide layers over stages need stages."""
+    if args.pipeline_model_parallel_size > 1 or "pipeline_model_parallel_size" in context.broken:
+        return
+    values = vars(args)
+    for name in _ONLY_WITH_STAGES:
+        if values[name]:
+            flag = "--" + name.replace("_", "-")
+            shown = flag if values[name] is True else f"{flag} {values[name]}"
+            yield Problem(
+                flag,
+                f"{shown} divides layers over pipeline stages and there is one: leave it out, or raise"
+                " --pipeline-model-parallel-size.",
+            )
+
+
+def layers_divide_over_stages(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The layers that the first and last stage leave are shared out evenly."""
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    if stages == 1 or layers is None or {"num_layers", "pipeline_model_parallel_size"} & context.broken:
+        return
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    rest = layers + extra - (first or 0) - (last or 0)
+    others = stages - (first is not None) - (last is not None)
+    what = f"--num-layers {layers}"
+    if extra:
+        what += f" + {extra} for --account-for-..."
+    if first is not None:
+        what += f" - {first} on the first stage"
+    if last is not None:
+        what += f" - {last} on the last"
+    if rest < 0 or (others == 0 and rest) or (others and (rest == 0 or rest % others)):
+        yield Problem(
+            "--pipeline-model-parallel-size",
+            f"{what} = {rest} layers do not divide over the {'other ' if others < stages else ''}{others} of"
+            f" --pipeline-model-parallel-size {stages} stages: choose a divisor, or set"
+            " --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.",
+        )
+
+
+def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Every slot holds the same number of virtual stages of the same size."""
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    size, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if stages == 1 or layers is None:
+        return
+    if size is not None and number is not None:
+        yield Problem(
+            "--num-layers-per-virtual-pipeline-stage",
+            f"--num-layers-per-virtual-pipeline-stage {size} and --num-virtual-stages-per-pipeline-rank {number} say"
+            " the same in two ways: give one.",
+        )
+        return
+    extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    uneven = args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None
+    unit = stages * (size or number or 1)
+    if (size or number) and not uneven and (layers + extra) % unit:
+        flag = "num_layers_per_virtual_pipeline_stage" if size else "num_virtual_stages_per_pipeline_rank"
+        flag = "--" + flag.replace("_", "-")
+        yield Problem(
+            flag,
+            f"--num-layers {layers}{f' + {extra}' if extra else ''} does not divide by --pipeline-model-parallel-size"
+            f" {stages} x {flag} {size or number} = {unit}: choose sizes whose product divides it.",
+        )
+
+
+def virtual_stages_are_fed(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Virtual stages exchange what they compute without mixing it up, and take micro-batches in whole groups."""
+    stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    if stages == 1:
+        return
+    if args.virtual_pipeline_model_parallel_size is None:
+        if group is not None:
+            yield Problem(
+                "--microbatch-group-size-per-vp-stage",
+                f"--microbatch-group-size-per-vp-stage {group} is for virtual stages and there are none: give"
+                " --num-layers-per-virtual-pipeline-stage, or leave it out.",
+            )
+        return
+    if stages == 2 and not args.overlap_p2p_comm:
+        yield Problem(
+            "--no-overlap-p2p-communication",
+            "--no-overlap-p2p-communication mixes up what the virtual stages of --pipeline-model-parallel-size 2 send"
+            " each other: leave it out.",
+        )
+    if group < stages:
+        yield Problem(
+            "--microbatch-group-size-per-vp-stage",
+            f"--microbatch-group-size-per-vp-stage {group} is less than --pipeline-model-parallel-size {stages}:"
+            f" give at least {stages}.",
+        )
+        return
+    samples = 1 if args.use_dynamic_batch_size else args.micro_batch_size
+    unit = args.data_parallel_size * group * samples
+    batch = args.global_batch_size
+    if batch and (batch < unit if args.use_dynamic_batch_size else batch % unit):
+        parts = f"data parallel size {args.data_parallel_size} x {group} micro-batches of a virtual stage"
+        parts += "" if args.use_dynamic_batch_size else f" x --micro-batch-size {samples}"
+        yield Problem(
+            "--global-batch-size",
+            f"--global-batch-size {batch} does not fill {parts} = {unit}: choose"
+            f" {'at least' if args.use_dynamic_batch_size else 'a multiple of'} {unit}.",
+        )
+
+
+_SWITCH = "--use-megatron-fsdp"
+_SETTINGS = ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "fsdp_double_buffer")
+
+
+def sharding_has_its_switch(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Settings of Megatron-FSDP belong to it, and it must be told what to share out."""
+    if not args.use_megatron_fsdp:
+        for name in _SETTINGS:
+            if name in context.given:
+                flag = "--" + name.replace("_", "-")
+                yield Problem(flag, f"{flag} belongs to {_SWITCH}: add it, or leave {flag} out.")
+    elif args.data_parallel_sharding_strategy == "no_shard" and "data_parallel_sharding_strategy" not in context.broken:
+        yield Problem(
+            _SWITCH,
+            f"{_SWITCH} with --data-parallel-sharding-strategy no_shard shares nothing out: give optim, optim_grads or"
+            f" optim_grads_params, or leave {_SWITCH} out.",
+        )
+
+
+def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What Megatron-FSDP of megatron-core 0.16.1 cannot do, or does wrongly, or what its state is not kept for."""
+    if not args.use_megatron_fsdp:
+        return
+    if not args.use_distributed_optimizer:
+        yield Problem(
+            _SWITCH,
+            f"{_SWITCH} shares out the optimizer's state in any case: leave --no-use-distributed-optimizer out.",
+        )
+    frozen = args.only_train_params_name_list is not None or args.freeze_params_name_list is not None
+    for given, flag, reason in (
+        (args.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size", "knows no pipeline stages"),
+        (frozen, _list_of(args), "hooks into the gradient of every weight"),
+        (args.fp16, "--fp16", "keeps no loss scale in checkpoints"),
+        (args.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "adds up shards of each micro-batch, in fp32"),
+        (args.fp8_param_gather, "--fp8-param-gather", "gathers weights in the type that they are pushed in"),
+        (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "keeps its state in fp32"),
+        (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "keeps its state on the device"),
+        (bool(args.offload_train), "--offload-train", "has buffers that are not parked"),
+    ):
+        if given:
+            yield Problem(flag, f"{_SWITCH} {reason}: leave {flag} out, or {_SWITCH}.")
+    if args.overlap_grad_reduce and args.data_parallel_sharding_strategy == "optim":
+        yield Problem(
+            "--overlap-grad-reduce",
+            f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each slot's own gradient a second time under"
+            " --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads).",
+        )
+    yield from _experts_are_shared_out(args, context)
+
+
+def _list_of(args: Arguments) -> str:
+    only = args.only_train_params_name_list is not None
+    return "--only-train-params-name-list" if only else "--freeze-params-name-list"
+
+
+def _experts_are_shared_out(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Where each expert is on one slot only, megatron-core 0.16.1 adds up its gradients anew at each micro-batch."""
+    sizes = {"expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"}
+    if args.num_experts is None or context.broken & sizes:
+        return
+    holders = args.actor_num_gpus // (args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1))
+    if holders <= 1 and args.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
+        yield Problem(
+            "--expert-model-parallel-size",
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert on one slot, where"
+            f" {_SWITCH} cannot share its gradients out: lower it, or use --data-parallel-sharding-strategy optim.",
+        )
+
+
+_STAGES = {"num_layers", "recompute_num_layers", "pipeline_model_parallel_size"}
+
+
+def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Full recomputation says which layers; selective recomputation does not."""
+    method, layers = args.recompute_method, args.recompute_num_layers
+    if args.recompute_granularity == "full" and (method is None or layers is None):
+        yield Problem(
+            "--recompute-granularity",
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers, for example uniform"
+            " and 1.",
+        )
+    if args.recompute_granularity != "full" and (method is not None or layers is not None):
+        yield Problem(
+            "--recompute-method",
+            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: add it, or leave"
+            " them out.",
+        )
+    if layers is not None and args.num_layers is not None and layers > args.num_layers:
+        yield Problem(
+            "--recompute-num-layers",
+            f"--recompute-num-layers {layers} is more than --num-layers {args.num_layers}: lower it.",
+        )
+
+
+def recomputed_units_fill_the_stages(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Uniform units must fill every stage: megatron-core would look for layers behind the last one."""
+    unit = args.recompute_num_layers
+    if args.recompute_method != "uniform" or not unit or args.num_layers is None or _STAGES & context.broken:
+        return
+    if unit > args.num_layers:  # said by another rule
+        return
+    for stage, layers in enumerate(stage_layers(args)):
+        for count in _runs(layers):
+            if count % unit:
+                several = args.pipeline_model_parallel_size > 1
+                where = f"the {count} layers that pipeline stage {stage} computes in a row" if several else ""
+                yield Problem(
+                    "--recompute-num-layers",
+                    f"--recompute-num-layers {unit} with --recompute-method uniform does not divide"
+                    f" {where or f'--num-layers {count}'}: choose a divisor, such as 1.",
+                )
+                return
+
+
+def _runs(layers: tuple[int, ...]) -> list[int]:
+    """How many layers follow each other without a gap: one number for each (virtual) stage."""
+    starts = [place for place, layer in enumerate(layers) if place == 0 or layers[place - 1] != layer - 1]
+    return [end - start for start, end in zip(starts, [*starts[1:], len(layers)], strict=True)]
+
+
+def recomputed_modules_are_there(args: Arguments, context: Context) -> Iterator[Problem]:
+    """No module is named that the model does not have, and none in vain."""
+    modules = args.recompute_modules or []
+    if modules and args.recompute_granularity != "selective":
+        yield Problem(
+            "--recompute-modules",
+            f"--recompute-modules {' '.join(modules)} belongs to --recompute-granularity selective: add it, or leave"
+            " the modules out.",
+        )
+        return
+    experts, pattern = args.num_experts is not None, args.moe_layer_freq
+    dense = not experts or (0 in pattern if isinstance(pattern, list) else pattern > 1)
+    shared = args.moe_shared_expert_intermediate_size is not None
+    needs = {
+        "mla_up_proj": (args.multi_latent_attention, "latent attention (--multi-latent-attention)"),
+        "moe": (experts, "layers with experts (--num-experts)"),
+        "moe_act": (args.moe_grouped_gemm, "experts in one grouped product (--moe-grouped-gemm)"),
+        "shared_experts": (shared, "a shared expert (--moe-shared-expert-intermediate-size)"),
+        "mlp": (dense, "a layer without experts (--moe-layer-freq)"),
+    }
+    for module in modules:
+        there, what = needs.get(module, (True, ""))
+        if not there:
+            yield Problem(
+                "--recompute-modules",
+                f"--recompute-modules {module} recomputes {what} and there is none: leave it out.",
+            )
+    if "shared_experts" in modules and args.moe_shared_expert_overlap:
+        yield Problem(
+            "--recompute-modules",
+            "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: leave one out.",
+        )
+
+
+def saved_activations_have_slots(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What is spread over tensor parallel slots is not spread there already, and there are such slots."""
+    if not args.distribute_saved_activations:
+        return
+    if args.recompute_granularity != "full" or args.tensor_model_parallel_size == 1:
+        yield Problem(
+            "--distribute-saved-activations",
+            "--distribute-saved-activations spreads what --recompute-granularity full saves over"
+            " --tensor-model-parallel-size slots, and one of the two is missing: add it, or leave the first out.",
+        )
+    elif args.sequence_parallel:
+        yield Problem(
+            "--distribute-saved-activations",
+            "--distribute-saved-activations is what --sequence-parallel does already: leave it out.",
+        )

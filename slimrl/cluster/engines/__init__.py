@@ -1,0 +1,1 @@
+"""Engines and router of a run: start, health, recovery, reward servers."""

@@ -1,0 +1,204 @@
+"""Tells a server that works from one that only looks alive.
+
+A server is ill when one of these lasts for the whole `timeout_s`: it does not answer; one of its processes is stopped,
+or the actor that would know does not answer; its scheduler neither says anything by itself nor answers a question
+(outside of a push of weights: there it may wait for others). One that is paused, or whose memory is released, answers
+all of this and is well. Used by `recovery`.
+
+Which servers keep a run waiting: those that do not answer, and those of which a process is stopped.
+
+Asked by the watchdog through the rollout manager, whatever the driver waits for: a training rank that pushes weights to
+a stopped server only says where it waits itself. Promises an answer within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from slimrl.arguments import Arguments
+from slimrl.engines.http import answers
+from slimrl.engines.sglang.control import load_of
+from slimrl.processes import process_info
+
+LONGEST_PAUSE_S = 1.0  # between two looks at a server that may be ill
+
+Answer = TypeVar("Answer")
+
+
+class Watched(Protocol):
+    """What a probe needs of an engine."""
+
+    url: str | None
+
+    async def stopped(self) -> list[str]:
+        """Its processes that the kernel has stopped."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthFlags:
+    """--rollout-health-check-interval, -timeout and -first-wait, in seconds."""
+
+    interval_s: float
+    timeout_s: float
+    first_wait_s: float
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> HealthFlags:
+        """From the flags."""
+        return cls(
+            args.rollout_health_check_interval,
+            args.rollout_health_check_timeout,
+            args.rollout_health_check_first_wait,
+        )
+
+
+class HealthMonitor:
+    """Probes servers from threads of its own, so that servers that hang keep nobody else's work."""
+
+    def __init__(self, flags: HealthFlags, servers: int, key: str | None = None) -> None:
+        self._flags = flags
+        self._key = key
+        self._pool = ThreadPoolExecutor(max_workers=servers + 1, thread_name_prefix="health")
+        self._quiet_until = 0.0
+        self._pushes = 0  # begun or ended: even while none is under way
+
+    def generation_begins(self) -> None:
+        """From now on no probe begins for `first_wait_s`."""
+        self._quiet_until = time.monotonic() + self._flags.first_wait_s
+
+    @property
+    def pushing(self) -> bool:
+        """Whether weights are on their way; set it when that begins and ends."""
+        return self._pushes % 2 == 1
+
+    @pushing.setter
+    def pushing(self, value: bool) -> None:
+        self._pushes += value != self.pushing
+
+    async def illness(self, server: Watched) -> str:
+        """Pending while the server is well; then what is wrong with it."""
+        while True:
+            await self._pause()
+            if (what := await self.probe(server)) is not None:
+                return what
+
+    async def router_illness(self, url: str) -> str:
+        """The same for a router."""
+        while True:
+            await self._pause()
+            if (what := await self._lasting(lambda: self._router_silent(url))) is not None:
+                return what
+
+    async def standstill(self, server: Watched) -> str:
+        """Pending while no process of a server that is starting is stopped for too long; then which."""
+        while True:
+            await asyncio.sleep(self._flags.interval_s)
+            if (what := await self._lasting(lambda: self._stopped_processes(server))) is not None:
+                return what
+
+    async def probe(self, server: Watched) -> str | None:
+        """One probe: None where the server is well."""
+        for look in (self._silent, self._stopped, self._stuck):
+            if (what := await self._lasting(lambda look=look: look(server))) is not None:
+                return what
+        return None
+
+    def close(self) -> None:
+        """Begins no further probe; those under way end with their own time limit."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._flags.interval_s)
+        while (left := self._quiet_until - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+
+    async def _lasting(self, look: Callable[[], Awaitable[str | None]]) -> str | None:
+        """What `look` finds, where it finds something for the whole time limit."""
+        deadline = time.monotonic() + self._flags.timeout_s
+        while (what := await look()) is not None:
+            if time.monotonic() >= deadline:
+                return f"{what} for {self._flags.timeout_s:g} s (--rollout-health-check-timeout)"
+            await asyncio.sleep(min(self._flags.timeout_s / 4, LONGEST_PAUSE_S))
+        return None
+
+    async def _silent(self, server: Watched) -> str | None:
+        load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
+        return "has not answered" if load.running is None else None
+
+    async def _stopped(self, server: Watched) -> str | None:
+        try:
+            return await asyncio.wait_for(self._stopped_processes(server), self._flags.timeout_s)
+        except TimeoutError:
+            return "has had an actor that does not answer"
+
+    async def _stopped_processes(self, server: Watched) -> str | None:
+        names = await server.stopped()
+        return f"has had stopped processes, {', '.join(names)}," if names else None
+
+    async def _stuck(self, server: Watched) -> str | None:
+        load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
+        if self.pushing or load.seconds is None or load.seconds < self._flags.timeout_s:
+            return None
+        pushes = self._pushes
+        if (
+            await self._ask(answers, f"{server.url}/server_info", self._flags.timeout_s, self._key)
+            or pushes != self._pushes
+        ):
+            return None
+        held = f" with {load.running} requests running and {load.waiting} queued" if load.running else ""
+        return f"has had a scheduler without a sign of life{held}"
+
+    async def _router_silent(self, url: str) -> str | None:
+        return None if await self._ask(answers, f"{url}/health", self._flags.timeout_s) else "has not answered"
+
+    async def _ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+
+
+LOOK_TIMEOUT_S = 3.0
+
+
+class Engine(Protocol):
+    """What is needed of an engine."""
+
+    name: str
+    url: str | None
+    key: str | None  # which its server asks for
+
+    async def stopped(self) -> list[str]:
+        """Its processes that the kernel has stopped."""
+        ...
+
+
+async def states_of(engines: Sequence[Engine], router_pid: int | None) -> list[str]:
+    """A sentence for each server, and for the router, that keeps others waiting; [] where all is well."""
+    found = await asyncio.gather(*(_state(engine) for engine in engines))
+    stopped = process_info.stopped_below(router_pid) if router_pid is not None else []
+    router = [f"the SGLang router has stopped processes: {_named(stopped)}"] if stopped else []
+    return [*router, *(sentence for sentence in found if sentence)]
+
+
+async def _state(engine: Engine) -> str | None:
+    if engine.url is None:  # it has not started
+        return None
+    try:
+        stopped = await asyncio.wait_for(engine.stopped(), LOOK_TIMEOUT_S)
+    except TimeoutError:
+        return f"SGLang server {engine.name} ({engine.url}) cannot be asked: no answer of its actor"
+    except Exception as error:  # a dead actor: the watch over it says so, with the cause
+        return f"SGLang server {engine.name} ({engine.url}) cannot be asked: {type(error).__name__}"
+    if stopped:
+        return f"SGLang server {engine.name} ({engine.url}) has stopped processes: {_named(stopped)}"
+    if (await asyncio.to_thread(load_of, engine.url, LOOK_TIMEOUT_S, engine.key)).running is None:
+        return f"SGLang server {engine.name} ({engine.url}) does not answer"
+    return None
+
+
+def _named(processes: Sequence[str]) -> str:
+    return f"{', '.join(processes)} (SIGSTOP or a debugger: `kill -CONT` lets them go on)"

@@ -1,0 +1,138 @@
+"""The servers of the reward model (`--rm-model`): SGLang on slots of their own, beside the engines of the policy.
+
+Promises that they start with the engines, that the death of one ends the run by name, and that they end with it. They
+are behind no router and get no weights. Owned by the rollout manager.
+
+A reward model's folder as SGLang loads it: with the zero bias that some of its classes expect.
+
+transformers' sequence classifiers of Qwen2 and Qwen3 have a score head without a bias; SGLang's have one, which keeps
+its random first value where the checkpoint has none, and every reward would be off by it, on each server by another.
+Called before the servers of a reward model start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shutil
+from collections.abc import Awaitable
+from pathlib import Path
+
+import numpy
+from safetensors.numpy import save_file
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.engines import RewardModelConfig
+from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerSettings
+from slimrl.cluster.launch import Launch
+from slimrl.cluster.placement import Slots
+from slimrl.engines.sglang.auth import OPTION
+from slimrl.models.hf_folder import INDEX, read_tensor_names
+
+BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+BIAS = "score.bias"
+BIAS_FILE = "score-bias.safetensors"
+
+
+def servable_folder(model: Path, architecture: str, into: Path) -> Path:
+    """`model` itself where nothing is missing, else `into`, filled anew with links to its files and the zero bias.
+
+    Raises ValueError where its weights are not in safetensors files, which the bias can be laid beside.
+    """
+    if architecture not in BIASED:
+        return model
+    names = read_tensor_names(model)
+    if BIAS in names:
+        return model
+    if not names:
+        raise ValueError(f"--rm-model {model} has no safetensors files: save it again with safetensors")
+    if into.exists():  # of an earlier start under the same run name, perhaps with another model
+        shutil.rmtree(into)
+    into.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.name != INDEX:
+            (into / file.name).symlink_to(file.resolve())
+    save_file({BIAS: numpy.zeros(1, numpy.float32)}, into / BIAS_FILE)
+    index = model / INDEX
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"][BIAS] = BIAS_FILE
+        (into / INDEX).write_text(json.dumps(content))
+    return into
+
+
+READY_TIMEOUT_S = 900.0
+ROLE = "_reward"
+
+
+@dataclasses.dataclass
+class RewardServers:
+    """Running servers; none where the run has no reward model, or one that runs already."""
+
+    engines: list[Engine]
+    closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def start(cls, args: Arguments, slots: Slots, launch: Launch) -> RewardServers:
+        """Starts every server and returns when all of them answer. Raises ProcessStartError where one dies."""
+        if not slots.reward_engines:
+            return cls([])
+        place = ActorPlace(Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd())
+        folder = Path(args.rm_model).absolute()
+        architecture = RewardModelConfig.read(folder).architecture
+        model = await asyncio.to_thread(
+            servable_folder, folder, architecture, Path(args.run_dir).absolute() / "rm_model"
+        )
+        engines = [
+            Engine(server_settings(args, model, index, launch), parts, slots, place)
+            for index, parts in enumerate(slots.reward_engines)
+        ]
+        await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
+        return cls(engines)
+
+    def reachable(self, args: Arguments) -> Arguments:
+        """`args` with the servers' addresses as `--rm-url`, where there are servers."""
+        urls = [engine.url for engine in self.engines]
+        return dataclasses.replace(args, rm_url=",".join(urls)) if urls else args
+
+    async def watch(self, others: Awaitable[str]) -> str:
+        """What `others` says, or the message of the first death of a server here."""
+        watches = [asyncio.ensure_future(others), *(asyncio.ensure_future(self._watch(one)) for one in self.engines)]
+        done, rest = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        return next(iter(done)).result()
+
+    async def _watch(self, engine: Engine) -> str:
+        end = await engine.watch()
+        if self.closing.is_set():
+            await asyncio.Event().wait()  # it ends because it is told to, and `others` says what ended first
+        return f"the reward model's server {engine.settings.index} is gone, nothing can be judged: {end}"
+
+    async def memory(self) -> dict[str, float]:
+        """Resident memory of every server, GiB by name."""
+        answers = await asyncio.gather(*(engine.memory() for engine in self.engines))
+        return {name: amount for answer in answers for name, amount in answer.items()}
+
+    async def close(self) -> None:
+        """Ends every server."""
+        self.closing.set()
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+def server_settings(args: Arguments, model: Path, index: int, launch: Launch) -> ServerSettings:
+    """How server number `index` is started."""
+    options = dict(args.rm_server_options)
+    return ServerSettings(
+        index=index,
+        model_path=str(model),
+        tensor_parallel_size=args.rm_num_gpus_per_engine // int(options.get("pp_size", 1)),
+        random_seed=args.rollout_seed + index,
+        options={**options, "is_embedding": True},
+        memory_saver=False,
+        cuda=launch.machine.cuda,
+        role=ROLE,
+        reach=launch.reach,
+        key=options.get(OPTION),
+    )

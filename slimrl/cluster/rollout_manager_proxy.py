@@ -1,0 +1,106 @@
+"""What a run that fails or is interrupted leaves behind in things that are the user's: a router, running servers.
+
+Promises that the servers of the run are out of a router of the user's afterwards, so that the next run can use it, and
+that servers which may hold half of a push are named. A run that ends in order does this itself. Used by `open_run`.
+
+What the driver asks of the rollout manager and waits for: how such a wait is described, and the engines' memory.
+
+Used by `run`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import ray
+
+from slimrl.arguments import Arguments
+from slimrl.cluster.supervisor import Supervisor
+from slimrl.cluster.training.train_group import TrainGroup
+from slimrl.cluster.watchdog import Awaited, answers, of_generation
+from slimrl.engines.protocol import EngineError
+from slimrl.engines.sglang.auth import key_of
+from slimrl.engines.sglang.router import RunningRouter
+
+logger = logging.getLogger("slimrl")
+
+
+class ManagerEnd:
+    """Ends the rollout manager with the run: `kill()`, before which `registered()` tells its servers.
+
+    `registered` returns None where the manager does not answer any more.
+    """
+
+    def __init__(self, args: Arguments, registered: Callable[[], list[str] | None], kill: Callable[[], None]) -> None:
+        self._args, self._registered, self._kill = args, registered, kill
+        self._started: Sequence[str] = ()
+        self._trainers: TrainGroup | None = None
+
+    @classmethod
+    def of_actor(cls, args: Arguments, manager: ray.actor.ActorHandle) -> ManagerEnd:
+        """For the rollout manager itself."""
+        return cls(args, lambda: answers([manager.registered.remote()])[0], lambda: ray.kill(manager))
+
+    def knows(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
+        """Who pushes weights, and the servers that have started."""
+        self._trainers, self._started = trainers, urls
+
+    def __enter__(self) -> ManagerEnd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._kill()
+            return
+        self._name_the_paused()
+        if self._args.sglang_router_ip is None:
+            self._kill()
+            return
+        registered = self._registered()
+        self._kill()  # first: it keeps the router's list right
+        urls = self._started if registered is None else registered
+        try:
+            RunningRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls, key_of(self._args)).stop()
+        except EngineError as failure:  # the run ends with what ended it
+            logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
+
+    def _name_the_paused(self) -> None:
+        addresses = self._args.rollout_external_engine_addrs
+        if addresses and self._trainers is not None and self._trainers.pushing is not None:
+            logger.error(
+                "the run ended while it pushed weights %s: the servers %s of --rollout-external-engine-addrs may be"
+                " paused and hold only some of them; the next run pushes all of them again, for any other use start"
+                " the servers anew",
+                self._trainers.pushing,
+                ", ".join(addresses),
+            )
+
+
+def of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:
+    """A wait for the rollout manager."""
+    return Awaited(what, lambda _: of_generation(answers([manager.where.remote()])[0]))
+
+
+def of_servers(manager: ray.actor.ActorHandle) -> str:
+    """The servers that keep somebody waiting, whoever is waited for; "" for none."""
+    return "; ".join(answers([manager.server_states.remote()])[0] or [])
+
+
+class EngineMemory:
+    """The memory of the servers, which the rollout manager looks after."""
+
+    def __init__(self, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> None:
+        self._manager = manager
+        self._supervisor = supervisor
+
+    def release(self) -> None:
+        awaited = of_manager(self._manager, "the release of the engines' memory")
+        self._supervisor.get([self._manager.release_memory.remote()], awaited)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        awaited = of_manager(self._manager, f"the engines' memory for {' and '.join(tags)}")
+        self._supervisor.get([self._manager.resume_memory.remote(tags)], awaited)

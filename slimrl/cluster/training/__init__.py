@@ -1,0 +1,1 @@
+"""All training ranks of a run as one group."""

@@ -1,0 +1,287 @@
+"""All train workers as one: calls go to every rank, answers come from rank 0.
+
+The Ray actor around one training rank: it starts the rank's process on its slot, forwards calls and watches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from slimrl.arguments import Arguments
+from slimrl.cluster import ray_session
+from slimrl.cluster.launch import Launch, Meeting, RankPlace
+from slimrl.cluster.placement import TRAIN_SHARE, Slots, gpus_of_nodes
+from slimrl.cluster.supervisor import Supervisor
+from slimrl.cluster.training.train_messages import RankSetup, RankStart
+from slimrl.cluster.watchdog import Awaited, RankWhere, answers, of_ranks
+from slimrl.platform.launch_env import network_of, rank_environment, usable_cores
+from slimrl.processes import ManagedProcess, importable, process_info
+from slimrl.processes.process_info import resident_gib
+from slimrl.weights.update.weight_updater import EngineEndpoint
+
+POLL_INTERVAL_S = 0.25
+STOP_TIMEOUT_S = 10.0
+
+
+class RankFailedError(RuntimeError):
+    """A call failed inside a rank; the text holds the rank's own traceback."""
+
+
+@ray.remote(concurrency_groups={"watch": 1, "progress": 1})
+class TrainWorker:
+    """One rank of training. Calls run one after another; `watch` is pending beside them."""
+
+    def __init__(
+        self, args: Arguments, rank: int, world_size: int, launch: Launch, place: RankPlace, folder: Path
+    ) -> None:
+        """Starts the rank's process on the GPU of `place`, in `folder`."""
+        ray_session.enter(folder)
+        network = network_of(launch.reach.here())
+        node = dataclasses.replace(launch.machine, gpus=place.gpus_of_node, cores=usable_cores(), network=network)
+        decided = rank_environment(
+            node,
+            launch.run,
+            gpu=place.gpu,
+            cumem=launch.nccl_cumem,
+            given=args.train_env_vars,
+            inherited=os.environ | launch.driver,
+        )
+        self._rank = rank
+        self._reach = launch.reach
+        self._progress = (0, 0)
+        self._device_memory: dict[str, float] = {}
+        self._method: str | None = None
+        self._last_sign = time.monotonic()
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        self._process = ManagedProcess(
+            [sys.executable, "-m", "slimrl.cluster.training.train_process", str(theirs.fileno())],
+            name=f"train worker rank {rank}",
+            log_path=Path(args.run_dir).absolute() / "logs" / f"train-rank{rank}.log",
+            environment=decided | importable(os.environ | decided),
+            pass_fds=(theirs.fileno(),),
+        )
+        self._process.start()
+        theirs.close()
+        self._connection.send_bytes(pickle.dumps(RankSetup(args, rank, world_size, launch.machine.cuda)))
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> str:
+        """Pending while the rank lives; then a message with its exit code and last log lines."""
+        while (code := self._process.poll()) is None:
+            time.sleep(POLL_INTERVAL_S)
+        process = self._process
+        return (
+            f"train worker rank {self._rank} (pid {process.pid} on {ray.util.get_node_ip_address()}) died with exit"
+            f" code {code}; last lines of {process.log_path}:\n{process.last_log_lines(20)}"
+        )
+
+    @ray.method(concurrency_group="progress")
+    def progress(self) -> tuple[int, int]:
+        """Micro-batches begun by the running `train`, and all of them, over its passes."""
+        return self._progress
+
+    @ray.method(concurrency_group="progress")
+    def memory(self) -> dict[str, float]:
+        """GiB by name: resident memory of the rank and of its actor, and the rank's device memory after its last call.
+
+        See `platform.device_memory`.
+        """
+        name = f"rank{self._rank}"
+        device = {f"{name}_{kind}": amount for kind, amount in self._device_memory.items()}
+        actor = resident_gib(with_children=False)
+        return {f"{name}_rss_gib": resident_gib(self._process.pid), f"{name}_actor_rss_gib": actor, **device}
+
+    @ray.method(concurrency_group="progress")
+    def where(self) -> RankWhere:
+        """What the rank does and where in the code it is; the stacks of its threads are in its log then."""
+        pid = process_info.guarded(self._process.pid)
+        log = self._process.log_path
+        return RankWhere(
+            rank=self._rank,
+            pid=pid,
+            node=ray.util.get_node_ip_address(),
+            method=self._method,
+            micro_batch=self._progress[0],
+            micro_batches=self._progress[1],
+            seconds=time.monotonic() - self._last_sign,
+            state="gone" if pid is None else process_info.state(pid),
+            frames=[] if pid is None else process_info.frames_of(pid, log),
+            log=os.fspath(log),
+        )
+
+    def open_store(self) -> Meeting:
+        """Where all ranks meet; for rank 0."""
+        return self.call("open_store", None if self._reach.one_machine else self._reach.here())
+
+    def initialize(self, meeting: Meeting) -> RankStart:
+        """Builds and loads the model in the rank."""
+        self._start: RankStart = self.call("initialize", meeting)
+        return self._start
+
+    def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:
+        """Trains on this rank's share, which stays pickled until the rank opens it."""
+        return self.call("train", rollout_id, ray.get(batches[self._start.data_parallel_rank]))
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls `Rank.<method>` in the rank's process. Raises RankFailedError with the rank's traceback."""
+        self._progress, self._method, self._last_sign = (0, 0), method, time.monotonic()
+        try:
+            self._connection.send_bytes(pickle.dumps((method, arguments)))
+            kind, value = pickle.loads(self._connection.recv_bytes())
+            while kind in ("progress", "memory"):
+                if kind == "progress":
+                    self._progress, self._last_sign = value, time.monotonic()
+                else:
+                    self._device_memory = value
+                kind, value = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise RankFailedError(f"train worker rank {self._rank} ended during {method}") from error
+        self._method = None
+        if kind == "error":
+            summary, trace = value
+            raise RankFailedError(f"train worker rank {self._rank}, {method}: {summary}\n{trace}")
+        return value
+
+    def stop(self) -> None:
+        """Ends the rank: it leaves when its actor hangs up."""
+        self._connection.close()
+        self._process.stop(timeout_s=STOP_TIMEOUT_S)
+
+
+logger = logging.getLogger("slimrl")
+
+
+class TrainGroup:
+    """One worker per training slot. Every method blocks until all ranks have answered."""
+
+    def __init__(self, args: Arguments, slots: Slots, supervisor: Supervisor, launch: Launch) -> None:
+        """Starts the actors and watches them; the model is built by `initialize`."""
+        self._supervisor = supervisor
+        self._check_equal = args.check_weight_update_equal  # until the first push
+        self._has_slept = False
+        self.pushing: int | None = None  # the version of a push that has begun and is not complete
+        self.last_push: dict[str, float] = {}  # its metrics by their full names
+        ranks = slots.plan.train
+        gpus = gpus_of_nodes()
+        self.workers = [
+            TrainWorker.options(
+                **slots.options(slot, TRAIN_SHARE),
+                runtime_env={"env_vars": launch.environment},
+                name=f"train worker {rank}",
+            ).remote(
+                args,
+                rank,
+                len(ranks),
+                launch,
+                RankPlace(slots.slots[slot].gpu_id, gpus[slots.slots[slot].node]),
+                Path.cwd(),
+            )
+            for rank, slot in enumerate(ranks)
+        ]
+        for rank, worker in enumerate(self.workers):
+            supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
+        for worker in self.workers:
+            worker.call.remote("prepare")  # calls run in order: nobody has to wait for this one
+
+    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        calls = [worker.call.remote(method, *arguments) for worker in self.workers]
+        return self._supervisor.get(calls, _of(self.workers, what))
+
+    def initialize(self) -> tuple[int, dict[str, Any] | None]:
+        """Builds and loads the model on every rank; the first rollout id and the saved data state, if any."""
+        first, what = self.workers[0], "the start of training"
+        store = self._supervisor.get([first.open_store.remote()], _of([first], what))[0]
+        starts = self._supervisor.get(
+            [worker.initialize.remote(store) for worker in self.workers], _of(self.workers, what)
+        )
+        first_ids = {start.start_rollout_id for start in starts}
+        if len(first_ids) != 1:
+            raise RuntimeError(f"the train workers loaded different checkpoints: they start at {sorted(first_ids)}")
+        return starts[0].start_rollout_id, starts[0].data_state
+
+    def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
+        """Prepares weight pushes to the engines."""
+        self._call("connect_engines", endpoints, what="connecting training with the engines")
+
+    def train(
+        self, rollout_id: int, batches: list[ray.ObjectRef], progress: Callable[[], None] | None = None
+    ) -> list[dict[str, float]]:
+        """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
+        calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
+        return self._supervisor.get(calls, _of(self.workers, f"train of rollout {rollout_id}"), progress)[0]
+
+    def memory(self) -> list[ray.ObjectRef]:
+        """References to the memory of every rank, GiB by name."""
+        return [worker.memory.remote() for worker in self.workers]
+
+    def progress(self) -> ray.ObjectRef:
+        """A reference to how far rank 0 is in its training: (micro-batches begun, all)."""
+        return self.workers[0].progress.remote()
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Takes every rank off its device: gradients and optimizer state, and the weights unless they are kept."""
+        given = self._call("sleep", keep_weights, what="training going to sleep")
+        if not keep_weights and not self._has_slept:
+            self._has_slept = True
+            for rank, parts in enumerate(given):
+                sizes = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in parts.items())
+                logger.info("training rank %d sleeps: %s are off its device", rank, sizes)
+
+    def wake(self) -> None:
+        """Brings every rank back onto its device."""
+        self._call("wake", what="training waking up")
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Pushes the weights under `version`; every engine reports it before this returns."""
+        check_equal, self._check_equal = self._check_equal, False
+        self.pushing = version
+        report = self._call("update_weights", str(version), check_equal, what=f"the push of weights {version}")[0]
+        self.pushing = None
+        if check_equal:
+            taken = report["check_seconds"]
+            logger.info("the weights of every engine equal the trained ones, bit for bit (compared in %.1f s)", taken)
+        self.last_push = {
+            "perf/update_weights_wire_bytes": float(report["bytes"]),
+            "perf/update_weights_bytes_per_second": report["bytes"] / (report["seconds"] - report["check_seconds"]),
+        }
+        return report
+
+    def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
+        """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
+        calls = [
+            worker.call.remote("save", rollout_id, data_state if rank == 0 else None)  # who writes it; it may be large
+            for rank, worker in enumerate(self.workers)
+        ]
+        return self._supervisor.get(calls, _of(self.workers, f"save after rollout {rollout_id}"))[0]
+
+    def close(self) -> None:
+        """Leaves the process groups in order, then ends the actors."""
+        self._call("close", what="the end of training")
+        self._supervisor.forget()  # from here on ranks end because they are told to
+        stops = [worker.stop.remote() for worker in self.workers]
+        self._supervisor.get(stops, _of(self.workers, "the end of the training processes"))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the actors at once."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+def _of(workers: Sequence[ray.actor.ActorHandle], what: str) -> Awaited:
+    """A wait for one call on each of these workers, in their order."""
+    return Awaited(what, lambda pending: of_ranks(answers([worker.where.remote() for worker in workers]), pending))

@@ -1,0 +1,178 @@
+"""The training process of one rank: `python -m slimrl.cluster.training.train_process FD`, driven over a socket by its actor.
+
+A process of its own, so that its death has an exit code and its log holds everything that it wrote,
+and so that Megatron owns the main thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from slimrl.cluster.launch import Meeting, join_meeting, open_meeting
+from slimrl.cluster.training.train_messages import RankSetup, RankStart
+from slimrl.hooks import described
+from slimrl.observability.terminal import LOG_FORMAT
+from slimrl.observability.tracer import Timeline
+from slimrl.platform.launch_env import rank_without_gpu
+from slimrl.processes import process_info
+from slimrl.processes.best_effort_files import optional_output
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from slimrl.weights.update.weight_updater import WeightUpdater
+
+
+class Rank:
+    """The calls that the actor forwards; each is collective over all ranks."""
+
+    def __init__(self, setup: RankSetup, on_progress: Callable[[int, int], None]) -> None:
+        self._setup = setup
+        self._on_progress = on_progress
+        self.timeline = Timeline.open(setup.args, f"train rank {setup.rank}")
+        self._updater: WeightUpdater | None = None
+        self._store: Store | None = None
+        self._meeting_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
+
+    def open_store(self, host: str | None) -> Meeting:
+        """Opens the store in which all ranks meet and says where; for rank 0. `host` as in `meeting.open_meeting`."""
+        meeting, self._store = open_meeting(host, self._setup.world_size, self._meeting_timeout)
+        return meeting
+
+    def prepare(self) -> None:
+        """Imports what training needs: it takes seconds and no device memory, so that engines may start meanwhile."""
+        import slimrl.megatron.training.trainer
+        import slimrl.weights.update.weight_updater  # noqa: F401
+
+    def initialize(self, meeting: Meeting) -> RankStart:
+        """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer.
+
+        Raises RuntimeError where the run uses GPUs and this rank has none.
+        """
+        import torch
+
+        from slimrl.megatron.training.trainer import MegatronTrainer
+
+        setup = self._setup
+        why = rank_without_gpu(
+            expected=setup.cuda,
+            found=torch.cuda.is_available(),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            torch_version=torch.__version__,
+        )
+        if why is not None:
+            raise RuntimeError(why)
+        if self._store is None:
+            self._store = join_meeting(meeting, setup.world_size, self._meeting_timeout)
+        self._trainer = MegatronTrainer(
+            setup.args,
+            rank=setup.rank,
+            world_size=setup.world_size,
+            local_rank=0,
+            init_method=self._store,
+            on_progress=self._on_progress,
+            timeline=self.timeline,
+        )
+        trainer = self._trainer
+        return RankStart(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
+
+    def connect_engines(self, endpoints: list[Any]) -> None:
+        """Prepares weight pushes to these engines, and no more to those before."""
+        from slimrl.weights.update.weight_updater import WeightUpdater
+
+        if self._updater is not None:
+            self._updater.retire()
+        self._updater = WeightUpdater.create(
+            self._setup.args, self._trainer.parallel, endpoints, timeline=self.timeline
+        )
+
+    def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
+        """Trains on a pickled RolloutBatch; metrics per step, with the first those of the rollout and memory."""
+        try:
+            first, *others = self._trainer.train(rollout_id, pickle.loads(batch))
+        except FloatingPointError:
+            self._trainer.finish_saves()  # every rank is here, and the run will want that checkpoint
+            raise
+        return [first | self._trainer.rollout_report | self._trainer.memory_report.take(), *others]
+
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Takes this rank off its device, all of it or all but the weights; bytes off the device now, by part."""
+        return self._trainer.memory.sleep(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """Brings it back."""
+        self._trainer.memory.wake()
+
+    def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
+        """Pushes the weights to every engine."""
+        from slimrl.megatron.offload import State
+
+        self._trainer.memory.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
+        running = "retract" if self._setup.args.update_weights_in_flight else "abort"
+        report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal, running=running)
+        return dataclasses.asdict(report)
+
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """Writes the checkpoint of `rollout_id`; rank 0 has the data state."""
+        return str(self._trainer.save(rollout_id, data_state))
+
+    def device_memory(self) -> dict[str, float]:
+        """GiB by name, see `platform.device_memory`; empty without a GPU."""
+        from slimrl import platform
+
+        return platform.device_memory()
+
+    def close(self) -> None:
+        """Leaves the process groups."""
+        if self._updater is not None:
+            self._updater.close()
+        self._trainer.close()
+
+
+def serve(connection: Connection) -> None:
+    """Answers calls `(method, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up.
+
+    Before the answer of a long call there may come any number of `("progress", (done, total))`, and on a GPU
+    `("memory", {name: GiB})`.
+    """
+
+    def tell(done: int, total: int) -> None:
+        connection.send_bytes(pickle.dumps(("progress", (done, total))))
+
+    rank = Rank(pickle.loads(connection.recv_bytes()), tell)
+    while True:
+        try:
+            method, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            with rank.timeline.span(method, **_facts(arguments)):
+                answer = ("value", getattr(rank, method)(*arguments))
+            # not after an error: a device that failed refuses every further call, and the error would be lost
+            if device_memory := rank.device_memory():
+                connection.send_bytes(pickle.dumps(("memory", device_memory)))
+        except BaseException as error:  # code of the user's, as a model's layers, may ask for the end of the process
+            answer = ("error", (described(error), traceback.format_exc()))
+        # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _facts(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What the timeline shows of a call: the rollout or the version that it is about."""
+    return {"about": arguments[0]} if arguments and isinstance(arguments[0], int | str) else {}
+
+
+if __name__ == "__main__":
+    process_info.listen()
+    sys.stdout, sys.stderr = optional_output(1), optional_output(2)  # a user's loss function may print
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,184 @@
+"""A look at prompt data before anything starts: the first rows of each file and a sample of the rest, in bounded time.
+
+Promises to need neither torch nor a tokenizer, to stop when the time is up, and to call a row bad only where the run
+would (`prompt_format.row_fault`). Called by the rules about data; the run itself reads every row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+from slimrl.data.prompt_format import PromptFormat, row_fault
+from slimrl.data.readers import BadRow, Row
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+FIRST_ROWS = 1000
+SAMPLED_ROWS = 1000
+_Item = TypeVar("_Item")
+_COUNTED_BYTES = 256 << 20  # how far lines are counted to give a row its number
+
+
+@dataclasses.dataclass
+class Look:
+    """What was seen of one file: rows, the bad ones as "<file>:<line>: <reason>", and the first row's columns.
+
+    `columns` is None where no row is an object. `ended_early` where the time was up, or the file could not be decoded
+    here: then it may have rows although none was seen.
+    """
+
+    rows: int = 0
+    bad: list[str] = dataclasses.field(default_factory=list)
+    columns: list[str] | None = None
+    ended_early: bool = False
+
+
+class _EndOfLookError(Exception):
+    """Nothing more of this file can be seen, which is no fault of it."""
+
+
+def look_at(path: Path, rows: slice, form: PromptFormat, *, seconds: float) -> Look:
+    """Looks at `rows` of a .jsonl or .parquet file for about `seconds`. Raises ValueError, OSError: it is none.
+
+    A slice that counts from the end is not followed: its file's first row stands for it. Nothing of a Parquet file is
+    seen by a Python without pyarrow.
+    """
+    deadline = time.monotonic() + seconds
+    if path.suffix == ".parquet":
+        found = _parquet_rows(path, form, rows, deadline)
+    else:
+        found = _jsonl_rows(path, rows, deadline)
+    look = Look()
+    try:
+        for where, row in _in_time(found, deadline):
+            look.rows += 1
+            if look.columns is None and isinstance(row, dict):
+                look.columns = list(row)
+            if (fault := row_fault(row, form)) is not None:
+                look.bad.append(f"{where}: {fault}")
+    except _EndOfLookError:
+        look.ended_early = True
+    return look
+
+
+def _in_time(items: Iterable[_Item], deadline: float) -> Iterator[_Item]:
+    """The first of the items, and further ones until the deadline."""
+    for item in items:
+        yield item
+        if time.monotonic() > deadline:
+            raise _EndOfLookError
+
+
+def _window(rows: slice) -> tuple[int, int | None, bool]:
+    """First row, number of rows to look at one by one, and whether the rest of the file may be sampled."""
+    start, end = rows.start or 0, rows.stop
+    if start < 0 or (end is not None and end < 0):
+        return 0, 1, False
+    return start, max(0, min(FIRST_ROWS, end - start)) if end is not None else FIRST_ROWS, end is None
+
+
+def _jsonl_rows(path: Path, rows: slice, deadline: float) -> Iterator[tuple[str, Row]]:
+    start, count, sampled = _window(rows)
+    with path.open("rb") as file:
+        lines = ((number, line) for number, line in enumerate(_in_time(file, deadline), start=1) if line.strip())
+        for number, line in itertools.islice(lines, start, start + count):
+            yield f"{path}:{number}", _parsed(line)
+        if sampled:
+            first, end = file.tell(), path.stat().st_size
+            yield from _sampled_lines(path, file, first, end)
+
+
+def _sampled_lines(path: Path, file: BinaryIO, first: int, end: int) -> Iterator[tuple[str, Row]]:
+    """Rows at even distances between two offsets, those that the file ends with among them."""
+    seen, counted = first, (0, 1)
+    for place in range(SAMPLED_ROWS):
+        file.seek(first + (end - first) * place // SAMPLED_ROWS)
+        file.readline()
+        offset = file.tell()
+        if offset < seen:
+            continue
+        line = file.readline()
+        seen = file.tell()
+        if not line.strip():
+            continue
+        row = _parsed(line)
+        if isinstance(row, BadRow) and offset <= _COUNTED_BYTES:
+            counted = _count_lines(path, offset, counted)
+            yield f"{path}:{counted[1]}", row
+        else:
+            yield f"{path}, byte {offset}", row
+
+
+def _count_lines(path: Path, offset: int, counted: tuple[int, int]) -> tuple[int, int]:
+    """The offset and the number of the line that starts there, counted on from `counted`, an earlier such pair."""
+    at, number = counted
+    with path.open("rb") as file:
+        file.seek(at)
+        while at < offset:
+            chunk = file.read(min(1 << 20, offset - at))
+            number += chunk.count(b"\n")
+            at += len(chunk)
+    return offset, number
+
+
+def _parsed(line: bytes) -> Row:
+    try:
+        row: Any = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8 text: {error.reason} at byte {error.start} of the line")
+    except ValueError as error:
+        return BadRow(f"not valid JSON: {error}")
+    return row if isinstance(row, dict) else BadRow(f"a row must be a JSON object, this one is {type(row).__name__}")
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _parquet_rows(path: Path, form: PromptFormat, rows: slice, deadline: float) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow  # 0.2 s, for whoever has such a file
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise _EndOfLookError from None  # scripts look at flags before there is an environment
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"is not a Parquet file ({error})") from error
+    names = file.schema_arrow.names
+    lacking = [key for key in (form.input_key, form.label_key) if key is not None and key not in names]
+    if lacking or not file.metadata.num_rows:
+        if file.metadata.num_rows:
+            yield f"{path}: row 1", dict.fromkeys(names)
+        return
+    columns = [name for name in names if name in form.columns]
+    start, count, sampled = _window(rows)
+    groups = range(file.metadata.num_row_groups)
+    firsts = list(itertools.accumulate((file.metadata.row_group(group).num_rows for group in groups), initial=0))
+    # what lies before the slice is not decoded
+    batches = itertools.chain.from_iterable(
+        _batches(file, group, firsts[group], columns) for group in groups if firsts[group + 1] > start
+    )
+    read = ((first + at, row) for first, batch in _in_time(batches, deadline) for at, row in enumerate(batch))
+    for number, row in itertools.islice((one for one in read if one[0] >= start), count):
+        yield f"{path}: row {number + 1}", row
+    for group in groups if sampled else ():
+        if firsts[group] >= start + count:
+            _, batch = next(_batches(file, group, firsts[group], columns), (0, []))
+            yield from ((f"{path}: row {firsts[group] + at + 1}", row) for at, row in enumerate(batch))
+
+
+def _batches(
+    file: pyarrow.parquet.ParquetFile, group: int, first: int, columns: list[str]
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The rows of a row group, some at a time, each time with the number of the first; `first` is the group's."""
+    for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns, use_threads=False):
+        yield first, batch.to_pylist()
+        first += batch.num_rows

@@ -1,0 +1,326 @@
+"""The columnar unit of rollout data: one tensor per field, samples laid end to end.
+
+Cut a rollout into optimizer steps, data-parallel ranks and micro-batches.
+
+Promises: deterministic; every sample exactly once; steps of `global_batch_size` samples in their order;
+the same number of micro-batches on every rank; none empty; none above the cap except a longer sample alone.
+A row is the k-th micro-batch of every rank: ranks that exchange data in every layer work on it together.
+Called by the rollout manager.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimrl.data import bin_packing
+from slimrl.data.sample import Sample, SampleStatus
+
+_TOKEN_COLUMNS = ("tokens",)
+_RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")
+_SAMPLE_COLUMNS = (
+    "total_lengths",
+    "response_lengths",
+    "raw_rewards",
+    "rewards",
+    "group_ids",
+    "sample_ids",
+    "truncated",
+)
+_SCHEDULE_COLUMNS = ("micro_batches", "samples_per_step", "tokens_per_step")
+_FILE_FORMAT = "slimrl-rollout-batch-1"
+_STRUCT_CODES = {"int64": "q", "float32": "f"}
+
+
+@dataclasses.dataclass
+class RolloutBatch:
+    """`n` samples as columns; what one data-parallel rank trains on for one rollout.
+
+    `tokens` holds every sample's prompt and response end to end; response columns (`loss_mask`,
+    `rollout_log_probs`) hold the responses only. The schedule columns say how the samples are cut
+    into optimizer steps and micro-batches; the per-step counts are global over data-parallel ranks.
+    """
+
+    tokens: Tensor  # int64 [sum(total_lengths)]
+    total_lengths: Tensor  # int64 [n], prompt + response
+    response_lengths: Tensor  # int64 [n]
+    loss_mask: Tensor  # float32 [sum(response_lengths)], 1 where the token is trained on
+    rollout_log_probs: Tensor  # float32 [sum(response_lengths)], from the rollout engine
+    raw_rewards: Tensor  # float32 [n], as the reward function gave them
+    rewards: Tensor  # float32 [n], after the group's normalisation
+    group_ids: Tensor  # int64 [n], samples of one prompt share it
+    sample_ids: Tensor  # int64 [n], unique over the run
+    truncated: Tensor  # bool [n]
+    micro_batches: list[list[list[int]]] = dataclasses.field(default_factory=list)  # [step][micro-batch] -> rows
+    samples_per_step: list[int] = dataclasses.field(default_factory=list)  # global
+    tokens_per_step: list[int] = dataclasses.field(default_factory=list)  # trained tokens, global
+
+    def __len__(self) -> int:
+        return self.total_lengths.numel()
+
+    @property
+    def token_offsets(self) -> Tensor:
+        """int64 [n + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        return _offsets(self.total_lengths)
+
+    @property
+    def response_offsets(self) -> Tensor:
+        """int64 [n + 1]: the response of sample i is `[offsets[i]:offsets[i + 1]]` of a response column."""
+        return _offsets(self.response_lengths)
+
+    def select(self, rows: Sequence[int] | Tensor) -> RolloutBatch:
+        """A copy with these rows in this order (a row may repeat) and no schedule. Raises IndexError on a bad row."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}: the batch has {len(self)}")
+        chosen = index.tolist()
+        return RolloutBatch(
+            **{name: _chosen(getattr(self, name), self.total_lengths, chosen) for name in _TOKEN_COLUMNS},
+            **{name: _chosen(getattr(self, name), self.response_lengths, chosen) for name in _RESPONSE_COLUMNS},
+            **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, the schedule in its metadata as JSON; replaces `path` atomically."""
+        from safetensors.torch import save_file
+
+        columns = {name: getattr(self, name).contiguous() for name in _tensor_columns()}
+        schedule = json.dumps({name: getattr(self, name) for name in _SCHEDULE_COLUMNS})
+        unfinished = f"{path}.{os.getpid()}.tmp"
+        save_file(columns, unfinished, metadata={"format": _FILE_FORMAT, "schedule": schedule})
+        os.replace(unfinished, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RolloutBatch:
+        """The inverse of `save`. Raises ValueError where the file is not such a batch."""
+        from safetensors import safe_open
+
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FILE_FORMAT:
+                raise ValueError(f"{path} is no rollout batch: its format is {metadata.get('format')!r}")
+            columns = {name: file.get_tensor(name) for name in _tensor_columns()}
+        return cls(**columns, **json.loads(metadata["schedule"]))
+
+
+def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tensor) -> RolloutBatch:
+    """Lay generated samples out as columns, in their order and without a schedule.
+
+    `raw_rewards` [n] are as judged, `rewards` [n] what is trained on (normalised within groups).
+    A sample without a loss mask trains on its whole response; one with `remove_sample` on nothing.
+
+    Raises ValueError, naming the sample, where it is incomplete or its lengths disagree.
+    """
+    for name, column in (("raw_rewards", raw_rewards), ("rewards", rewards)):
+        if column.shape != (len(samples),):
+            raise ValueError(f"{len(samples)} samples came with {name} of shape {list(column.shape)}: give one each")
+    for position, sample in enumerate(samples):
+        _check(sample, position)
+    total_lengths = [len(sample.tokens) for sample in samples]
+    response_lengths = [sample.response_length for sample in samples]
+    return RolloutBatch(
+        tokens=_column(samples, "tokens", total_lengths, np.int64),
+        total_lengths=torch.tensor(total_lengths, dtype=torch.int64),
+        response_lengths=torch.tensor(response_lengths, dtype=torch.int64),
+        loss_mask=_loss_mask(samples, response_lengths),
+        rollout_log_probs=_column(samples, "rollout_log_probs", response_lengths, np.float32),
+        raw_rewards=raw_rewards.to(torch.float32),
+        rewards=rewards.to(torch.float32),
+        group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
+        sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),
+        truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
+    )
+
+
+def _name(sample: Sample, position: int) -> str:
+    return f"sample {sample.index} (number {position} of the rollout)"
+
+
+def _check(sample: Sample, position: int) -> None:
+    name = _name(sample, position)
+    if sample.index is None or sample.group_index is None:
+        raise ValueError(f"{name} has no index or no group_index: the data source sets both, keep them when copying")
+    if not 0 <= sample.response_length < len(sample.tokens):
+        raise ValueError(
+            f"{name} has {len(sample.tokens)} tokens and response_length {sample.response_length}:"
+            " tokens must hold the prompt (at least one token) and the response"
+        )
+    if sample.rollout_log_probs is None and sample.response_length:
+        raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
+    for field in _RESPONSE_COLUMNS:
+        values = getattr(sample, field)
+        if values is not None and len(values) != sample.response_length:
+            raise ValueError(f"{name} has {len(values)} {field} for {sample.response_length} response tokens")
+
+
+def _column(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor:
+    """A field of all samples end to end; by `struct`, 3 times faster than by NumPy and 12 times than by torch."""
+    values = np.empty(sum(lengths), dtype)
+    code, start = _STRUCT_CODES[values.dtype.name], 0
+    for position, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        try:
+            struct.pack_into(f"{length}{code}", values, start, *(getattr(sample, field) or ()))
+        except struct.error as error:
+            raise ValueError(f"{_name(sample, position)} has {field} that are no {values.dtype}: {error}") from error
+        start += length * values.itemsize
+    return torch.from_numpy(values)
+
+
+def _loss_mask(samples: list[Sample], lengths: list[int]) -> Tensor:
+    values = torch.ones(sum(lengths), dtype=torch.float32)
+    for position, (sample, part) in enumerate(zip(samples, values.split(lengths), strict=True)):
+        mask = sample.loss_mask
+        is_ones = mask is None or mask.count(1) == len(mask)
+        if not is_ones and not set(mask) <= {0, 1}:
+            raise ValueError(
+                f"{_name(sample, position)} has a loss_mask with other values than 0 and 1: a token is trained on or it"
+                " is not"
+            )
+        if sample.remove_sample:
+            part.zero_()
+        elif not is_ones:
+            part.copy_(torch.tensor(mask))
+    return values
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _chosen(column: Tensor, lengths: Tensor, rows: list[int]) -> Tensor:
+    """The values of `rows`, end to end."""
+    parts = column.split(lengths.tolist())
+    return torch.cat([parts[row] for row in rows]) if rows else column[:0].clone()
+
+
+def _tensor_columns() -> tuple[str, ...]:
+    return _TOKEN_COLUMNS + _RESPONSE_COLUMNS + _SAMPLE_COLUMNS
+
+
+# A token's attention costs as much as the rest of the layer at 6 to 12 times the hidden size; 4-8 B models.
+DEFAULT_BREAK_EVEN_TOKENS = 32_768
+
+
+def sequence_multiple(context_parallel_size: int) -> int:
+    """Every sample is padded to a multiple of this many tokens: context parallelism cuts it into equal pieces."""
+    return 2 * context_parallel_size if context_parallel_size > 1 else 1
+
+
+def schedule_batch(
+    batch: RolloutBatch,
+    *,
+    data_parallel_size: int,
+    context_parallel_size: int = 1,
+    micro_batch_group: int = 1,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_tokens_per_micro_batch: int | None,
+    balance: bool,
+    break_even_tokens: int = DEFAULT_BREAK_EVEN_TOKENS,
+) -> list[RolloutBatch]:
+    """One batch per data-parallel rank, its rows and its schedule; see the module's promises.
+
+    With `max_tokens_per_micro_batch` (prompt + response tokens) micro-batches hold as many samples as fit, and
+    there are as few as can be found; with None they hold `micro_batch_size` samples. The ranks of a context-parallel
+    group share a micro-batch, so that it holds `context_parallel_size` times as many tokens. A rank's micro-batches
+    of a step come in whole groups of `micro_batch_group`, as virtual pipeline stages take them. `balance` evens out
+    over the ranks, in all and in each row, the cost `length + length**2 / break_even_tokens` (linear layers +
+    attention); without it the micro-batches stand in the order of their first samples. `samples_per_step` and
+    `tokens_per_step` count the samples and the trained tokens of all ranks.
+
+    Raises ValueError where the samples do not divide into steps, ranks or micro-batches.
+    """
+    if len(batch) == 0 or len(batch) % global_batch_size:
+        raise ValueError(
+            f"the rollout has {len(batch)} samples, which --global-batch-size {global_batch_size} does not divide:"
+            " every sample must belong to an optimizer step"
+        )
+    lengths = batch.total_lengths.tolist()
+    costs = [length + length * length / break_even_tokens for length in lengths]
+    multiple = sequence_multiple(context_parallel_size)
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    if max_tokens_per_micro_batch is None:
+        _check_static(global_batch_size, data_parallel_size, micro_batch_size, micro_batch_group)
+    else:
+        cap = max_tokens_per_micro_batch * context_parallel_size
+
+    steps = []  # [step][rank][micro-batch] -> rows of the whole batch
+    for start in range(0, len(batch), global_batch_size):
+        rows = range(start, start + global_batch_size)
+        if max_tokens_per_micro_batch is None:
+            ranks = _fixed_size(rows, costs, micro_batch_size, data_parallel_size, balance)
+        else:
+            ranks = _under_cap(rows, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
+        steps.append(ranks)
+
+    trained = _trained_tokens(batch)
+    starts = range(0, len(batch), global_batch_size)
+    tokens_per_step = [sum(trained[start : start + global_batch_size]) for start in starts]
+    per_rank = []
+    for rank in range(data_parallel_size):
+        per_rank.append(_rank_batch(batch, [step[rank] for step in steps]))
+        per_rank[-1].samples_per_step = [global_batch_size] * len(steps)
+        per_rank[-1].tokens_per_step = list(tokens_per_step)
+    return per_rank
+
+
+def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_size: int, group: int) -> None:
+    if global_batch_size % (data_parallel_size * micro_batch_size * group):
+        groups = "" if group == 1 else f" x {group} micro-batches that virtual pipeline stages take in a row"
+        raise ValueError(
+            f"--global-batch-size {global_batch_size} is not divisible by {data_parallel_size} data-parallel ranks x"
+            f" --micro-batch-size {micro_batch_size}{groups}: change one of them, or use --use-dynamic-batch-size"
+        )
+
+
+def _fixed_size(rows: range, costs: Sequence[float], size: int, ranks: int, balance: bool) -> list[bin_packing.Bins]:
+    """Micro-batches of `size` rows; balanced, they hold rows of similar cost, so that dealing evens out the ranks."""
+    if not balance:
+        return _in_order([list(rows[start : start + size]) for start in range(0, len(rows), size)], ranks)
+    order = sorted(rows, key=lambda row: (-costs[row], row))
+    return bin_packing.deal([sorted(order[start : start + size]) for start in range(0, len(order), size)], costs, ranks)
+
+
+def _under_cap(
+    rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int, balance: bool
+) -> list[bin_packing.Bins]:
+    """As few micro-batches under the cap as can be found; rows ascending in each.
+
+    Unbalanced they are dealt out in turn, in the order of their first rows: a run of them for each rank would give the
+    last one all of the longest samples, which stand alone.
+    """
+    packed = bin_packing.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks, group)
+    dealt = [[sorted(rows[position] for position in group) for group in rank] for rank in packed]
+    if balance:
+        return dealt
+    in_order = sorted(group for rank in dealt for group in rank)
+    return [in_order[rank::ranks] for rank in range(ranks)]
+
+
+def _in_order(groups: bin_packing.Bins, ranks: int) -> list[bin_packing.Bins]:
+    """The micro-batches sorted by first row, an equal run of them to each rank."""
+    groups = sorted(groups)
+    share = len(groups) // ranks
+    return [groups[rank * share : (rank + 1) * share] for rank in range(ranks)]
+
+
+def _trained_tokens(batch: RolloutBatch) -> list[int]:
+    """Number of unmasked response tokens of each sample."""
+    return [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.response_lengths.tolist())]
+
+
+def _rank_batch(batch: RolloutBatch, micro_batches: list[bin_packing.Bins]) -> RolloutBatch:
+    """The rows of one rank in ascending order, with `micro_batches` [step][micro-batch] renumbered to them."""
+    rows = sorted(row for step in micro_batches for group in step for row in group)
+    local = {row: position for position, row in enumerate(rows)}
+    result = batch.select(rows)
+    result.micro_batches = [[[local[row] for row in group] for group in step] for step in micro_batches]
+    return result

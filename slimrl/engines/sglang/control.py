@@ -1,0 +1,364 @@
+"""Synchronous calls to one SGLang server: caches, pauses, weights, memory. Generation goes through `client`.
+
+Promises errors that hold the URL, the status and the server's words. Trainers use it without sglang.
+
+**Stale KV.** A KV cache computed with the old weights and read with the new ones gives wrong log-probabilities and no
+error. `weight_update` is the one way to change weights that cannot go wrong; see its docstring.
+
+How busy a server is. Called by the rollout manager when the driver wonders what it is waiting for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from slimrl.engines.http import answers, call, shaped
+from slimrl.engines.protocol import EngineError, EngineRequestError
+from slimrl.engines.sglang.versions import tells_versions_of_tokens
+
+RunningRequests = Literal["abort", "retract"]
+HTTP_BAD_REQUEST = 400
+HTTP_NOT_FOUND = 404
+POLL_INTERVAL_S = 0.05
+HEALTH_TIMEOUT_S = 5.0
+
+
+class _Version(msgspec.Struct):
+    weight_version: str
+
+
+class _Checksums(msgspec.Struct):
+    ranks: list[dict[str, Any]]
+
+
+class _Paths(msgspec.Struct):
+    paths: dict[str, Any]
+
+
+class ServerControl:
+    """The server at `url`; every call may take `timeout_s` (the transfer of a whole model included) and shows `key`.
+
+    Every method raises EngineRequestError (the server refused), EngineUnavailableError (no server, or HTTP 5xx),
+    EngineTimeoutError, or EngineAnswerError (the answer is not SGLang's). Calls are independent: several threads may
+    use one object.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 600.0, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._key = key
+        self.timeout_s = timeout_s
+        if urllib.parse.urlsplit(self.url).scheme != "http":
+            raise ValueError(f"{url!r} is not the URL of a server: give it as http://host:port")
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def weight_update(self, version: str, *, running: RunningRequests = "abort") -> Iterator[None]:
+        """Change the weights inside this context, by any of the `update_weights_from_*` calls, in any number of calls.
+
+        If the body raises, the server stays paused: it must not answer with half-new weights. Push them all again in
+        another `weight_update`, or stop the server. See `begin_weight_update` for what `running` does.
+        """
+        self.begin_weight_update(running)
+        yield
+        self.end_weight_update(version, running)
+
+    def begin_weight_update(self, running: RunningRequests = "abort") -> None:
+        """Pauses the server and makes sure that no KV of the old weights can be read with the new ones.
+
+        Requests that run: "abort" gives them back with what they have (finish reason "abort") and raises
+        EngineRequestError if any is left. "retract" puts them back into the queue, to go on with the new weights from
+        recomputed KV; servers before 0.5.21 compute that correctly only with --disable-radix-cache and are refused
+        without it, those before 0.5.19 always (EngineError). Requests that arrive meanwhile wait.
+
+        Until `end_weight_update` no call may flush by itself: with requests in the queue that kills the server.
+        """
+        if running == "retract":
+            self._check_can_retract()
+        self.pause(running)
+        if running == "abort":
+            self.flush_cache()  # refused while anything runs: before any weight has changed
+        self._open_session()
+
+    def end_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
+        """Empties the KV cache, names the new `version` and lets the server go on; `running` as in the beginning.
+
+        `version` becomes visible only now, when all weights are there.
+        """
+        self.commit_weight_update(version, running)
+        self.continue_()
+
+    def commit_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
+        """`end_weight_update` without going on: for several servers, none of which may go on before all have come here.
+
+        Then each needs `continue_`.
+        """
+        closed = self._post_if_there("/end_weight_update")
+        if running == "abort" or closed:  # older servers cannot flush while requests wait in the queue
+            self.flush_cache()
+        self.set_weight_version(version)
+
+    def settle(self) -> None:
+        """Returns once the processes of all pipeline stages have done what the server was asked before.
+
+        The server answers most calls when its first stage is done; a token needs them all, each in its turn. The server
+        must not be paused.
+        """
+        sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        self._post("/generate", {"input_ids": [0], "sampling_params": sampling})
+
+    def update_weights_from_tensor(
+        self,
+        serialized: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Loads named tensors that this machine's processes share.
+
+        `serialized` has one entry per tensor-parallel rank: base64 of a `multiprocessing.reduction.ForkingPickler`
+        dump of `list[tuple[str, torch.Tensor]]`, names as in the Hugging Face checkpoint, full (unsplit) tensors.
+        The tensors must live until the call returns. CPU tensors need
+        `torch.multiprocessing.set_sharing_strategy("file_system")` in the sender: the default kills the server.
+        `load_format` "flattened_bucket" takes one dict {"flattened_tensor", "metadata"} instead.
+        """
+        body = {"serialized_named_tensors": list(serialized), "load_format": load_format}
+        self._update("/update_weights_from_tensor", body, flush_cache, weight_version)
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        load_format: str | None = None,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Receives tensors by one broadcast each, in this order, from rank 0 of the group `group_name`.
+
+        `dtypes` like "float32" or "bfloat16". The call blocks until the broadcasts are done, so the sender makes it
+        from another thread (one per server) and broadcasts meanwhile.
+        """
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": load_format,
+        }
+        self._update("/update_weights_from_distributed", body, flush_cache, weight_version)
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Loads a Hugging Face folder that the server can read."""
+        body = {"model_path": str(model_path), "load_format": load_format}
+        self._update("/update_weights_from_disk", body, flush_cache, weight_version)
+
+    def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: Literal["nccl", "gloo"],
+    ) -> None:
+        """Joins a process group, as ranks `rank_offset` .. + tensor-parallel size - 1; blocks until all have joined."""
+        self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+        )
+
+    def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
+        """Leaves the process group; `timeout_s` is for servers that may still be waiting for a broadcast."""
+        url, body = f"{self.url}/destroy_weights_update_group", {"group_name": group_name}
+        call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
+
+    def weight_version(self) -> str:
+        """The version that the server reports with every answer."""
+        return shaped(self._get("/model_info"), _Version, f"{self.url}/model_info").weight_version
+
+    def set_weight_version(self, version: str) -> None:
+        """Names the weights that are loaded now."""
+        self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    # -- proof of equality ---------------------------------------------------------------------------------------
+
+    def snapshot_weights(self) -> None:
+        """Lets the server keep a copy of its weights, for `compare_weights`."""
+        self._post("/weights_checker", {"action": "snapshot"})
+
+    def reset_weights(self) -> None:
+        """Overwrites all weights with random numbers, so that only a complete update can make them right again."""
+        self._post("/weights_checker", {"action": "reset_tensors"})
+
+    def compare_weights(self) -> None:
+        """Raises EngineRequestError, naming each tensor that differs from the snapshot, unless all are equal."""
+        self._post("/weights_checker", {"action": "compare"})
+
+    def weights_checksum(self) -> list[dict[str, Any]]:
+        """Per tensor-parallel rank, in order: {"checksums": {parameter: 16 hex digits}, "parallelism_info": {...}}.
+
+        Parameters have the server's own names (query, key and value fused, ...). On the CPU a checksum is the first 8
+        bytes of the SHA-256 of the tensor's contiguous bytes; on CUDA it is sglang's `gpu_tensor_hash`.
+        """
+        answer = self._post("/weights_checker", {"action": "checksum"})
+        ranks = shaped(answer, _Checksums, f"{self.url}/weights_checker").ranks
+        for rank in ranks:
+            if isinstance(rank["parallelism_info"], list):  # of the model, then of draft models
+                rank["parallelism_info"] = rank["parallelism_info"][0]
+        return sorted(ranks, key=lambda rank: rank["parallelism_info"]["tp_rank"])
+
+    # -- requests, caches, memory --------------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Stops generation; later requests wait. "abort" gives running ones back, the others keep them."""
+        self._post("/pause_generation", {"mode": mode})
+
+    def continue_(self) -> None:
+        """Ends the pause."""
+        self._post("/continue_generation", {})
+
+    def abort_all(self) -> None:
+        """Gives every running and queued request back with what it has."""
+        self._post("/abort_request", {"abort_all": True})
+
+    def flush_cache(self, wait_s: float = 10.0) -> None:
+        """Empties the KV cache, which no running request allows; raises EngineRequestError if one does not end in time.
+
+        `wait_s` is how long requests may take to end by themselves.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self._post("/flush_cache")
+                return
+            except EngineRequestError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_INTERVAL_S)
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Gives memory back to the device: "kv_cache", "weights", or both (None). Needs the memory saver (GPU only)."""
+        self._post("/release_memory_occupation", {"tags": list(tags)} if tags else {})
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory again. What was in it is gone: push the weights anew."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)} if tags else {})
+
+    def healthy(self) -> bool:
+        """Whether the server answers; never raises for an absent server."""
+        return answers(f"{self.url}/health", timeout_s=min(HEALTH_TIMEOUT_S, self.timeout_s))
+
+    def server_info(self) -> dict[str, Any]:
+        """The server's resolved arguments and state, by the engine's own names."""
+        return shaped(self._get("/server_info"), dict[str, Any], f"{self.url}/server_info")
+
+    # -- transport -----------------------------------------------------------------------------------------------
+
+    def _update(self, path: str, body: dict[str, Any], flush_cache: bool, weight_version: str | None) -> None:
+        # flush_cache is always sent: the server's default, true, ends its process while requests are queued
+        self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
+
+    def _open_session(self) -> None:
+        """From 0.5.21 on the calls that update weights stand in a session; older servers have none."""
+        try:
+            self._post_if_there("/begin_weight_update")
+        except EngineRequestError as refused:
+            if refused.status != HTTP_BAD_REQUEST:
+                raise
+            self._post("/end_weight_update", {})  # left open by an update that failed; raises if that was not it
+            self._post("/begin_weight_update", {})
+
+    def _check_can_retract(self) -> None:
+        info = self.server_info()
+        if not tells_versions_of_tokens(str(info.get("version"))):
+            raise EngineError(
+                f"{self.url} runs SGLang {info.get('version')}, which does not say which weights drew which token of a"
+                " request that goes on after an update: install sglang 0.5.19 or later"
+            )
+        if not info["disable_radix_cache"] and not self._has("/begin_weight_update"):
+            raise EngineError(
+                f"{self.url} runs SGLang {info.get('version')}, which continues requests after a weight update with"
+                " stale KV from its radix cache: add --sglang-disable-radix-cache or install sglang 0.5.21 or later"
+            )
+
+    def _has(self, path: str) -> bool:
+        return path in shaped(self._get("/openapi.json"), _Paths, f"{self.url}/openapi.json").paths
+
+    def _post_if_there(self, path: str) -> bool:
+        try:
+            self._post(path, {})
+        except EngineRequestError as error:
+            if error.status == HTTP_NOT_FOUND:
+                return False
+            raise
+        return True
+
+    def _get(self, path: str) -> Any:
+        return call("GET", self.url + path, timeout_s=self.timeout_s, key=self._key)
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return call("POST", self.url + path, body, timeout_s=self.timeout_s, key=self._key)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLoad:
+    """Requests of a server, as its scheduler last wrote them down `seconds` ago (one that works does so all the time).
+
+    `prefilled` tells whether it has ever worked on a request. All are None where the server does not answer.
+    """
+
+    url: str
+    running: int | None = None
+    waiting: int | None = None
+    seconds: float | None = None
+    prefilled: bool | None = None
+
+
+def load_of(server_url: str, timeout_s: float, key: str | None = None) -> ServerLoad:
+    """Asks the server, for at most `timeout_s`; over its data-parallel copies the sums and the oldest sign.
+
+    An answer that is none (a load without numbers, the page of a proxy) counts as no answer.
+    """
+    try:
+        return _read(server_url, call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s, key=key))
+    except (EngineError, KeyError, TypeError, ValueError):
+        return ServerLoad(server_url)
+
+
+def _read(server_url: str, answer: dict[str, Any]) -> ServerLoad:
+    loads = answer["loads"]
+    now = datetime.datetime.fromisoformat(answer["timestamp"]).timestamp()  # the server's clock, not ours
+    return ServerLoad(
+        server_url,
+        running=sum(load["num_running_reqs"] for load in loads),
+        waiting=sum(load["num_waiting_reqs"] for load in loads),
+        seconds=max((now - load["timestamp"] for load in loads), default=0.0),
+        prefilled=any(load["total_prefill_uncached_tokens"] for load in loads),
+    )

@@ -1,0 +1,246 @@
+"""Runs the real SGLang server on a machine without CUDA: `python -m slimrl.engines.sglang.cpu_patches <flags of sglang.launch_server>`.
+
+SGLang supports the CPU, but its modules import triton, torchvision and sgl_kernel, which exist only next to CUDA.
+`install` adds one finder, last in `sys.meta_path`, that answers for exactly those packages where the real one is
+absent; `mend` replaces the few functions that insist on CUDA. Both act only where torch sees no GPU, only in the
+process of the server, and never on torch itself: patching torch's factory functions silently breaks transformers.
+
+Layers of SGLang's models that only work on a GPU, answered with torch: gates, rotary tables, latent attention.
+
+Called by `slimrl.engines.sglang.cpu_patches.mend`, in the process of a server without CUDA. With these, every family of
+`docs/families.md` is served with the log-probabilities of transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slimrl.engines.sglang.entry import run_server
+from slimrl.engines.sglang.server import with_defaults
+from slimrl.engines.sglang.versions import admit_references, module_with
+
+
+def mend_layers() -> None:
+    """Puts torch's answers where SGLang has none for the CPU."""
+    from sglang.kernels.ops.elementwise import elementwise
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.models.deepseek_common import attention_backend_handler
+
+    elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
+    factory.get_rope_cpu = with_unscaled_rope(factory.get_rope, factory.get_rope_cpu)
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", absorbed_attention)
+
+
+def gate_sigmoid_mul(hidden_states: Any, gate_weight: Any, shared_output: Any, output: Any, *, do_add: bool) -> None:
+    """Writes `shared_output` [tokens, hidden], gated by sigmoid(hidden_states @ gate_weight), into `output`.
+
+    `gate_weight` [hidden]; with `do_add` it is added to what `output` holds.
+    """
+    gated = (hidden_states @ gate_weight).sigmoid().unsqueeze(-1) * shared_output
+    if do_add:
+        output.add_(gated)
+    else:
+        output.copy_(gated)
+
+
+def with_unscaled_rope(get_rope: Any, get_rope_cpu: Any) -> Any:
+    """`get_rope_cpu`, which only knows DeepSeek's YaRN, with `get_rope`'s answer where nothing is scaled."""
+
+    def either(size: int, rotary_dim: int, positions: int, base: float, neox: bool, scaling: Any, *rest: Any) -> Any:
+        if scaling is None:
+            *rest, _device = rest
+            return get_rope(size, rotary_dim, positions, base, neox, None, *rest)
+        return get_rope_cpu(size, rotary_dim, positions, base, neox, scaling, *rest)
+
+    return either
+
+
+def absorbed_attention(attention: Any, batch: Any) -> Any:
+    """Latent attention always on the latent cache, which is all that the attention of this platform reads."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return AttnForwardMethod.MLA
+
+
+ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
+MASK_32 = 0xFFFFFFFF
+
+
+class _AbsentName(type):
+    """Metaclass of placeholder classes: an attribute is its own name, as for members of an enumeration."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _AbsentModule(types.ModuleType):
+    """A module in which every name exists; usable as a decorator, an error when anything else is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+        if full_name in sys.modules:
+            return sys.modules[full_name]
+        if name[0].isupper():
+            value: Any = _AbsentName(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        else:
+            value = _AbsentModule(full_name)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):  # @triton.jit
+            return args[0]
+        if self.__name__.startswith("triton"):  # @triton.autotune(...)
+            return lambda function: function
+        raise NotImplementedError(f"{self.__name__} is not available: this machine has no CUDA and no such package")
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+
+class AbsentPackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers for `ABSENT_PACKAGES`. Being the last finder, it is asked only where the real package is not found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in ABSENT_PACKAGES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Gives the few names a real value that are used while modules are imported."""
+        if module.__name__ == "torchvision":
+            module.__version__ = "0.0"
+        elif module.__name__ == "triton":
+            module.__version__ = "3.0.0"
+            module.cdiv = lambda a, b: -(-a // b)
+            module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+        elif module.__name__ == "triton.language":
+            init = {"__init__": lambda self, value=None: setattr(self, "value", value)}
+            module.constexpr = type("constexpr", (), init)
+
+
+def install() -> bool:
+    """Prepares this process for importing sglang; True where it acted, i.e. where there is no CUDA.
+
+    Must run before transformers is imported, which remembers whether torchvision is there.
+    """
+    import torch
+    from torch.utils._triton import has_triton_package
+
+    if torch.cuda.is_available():
+        return False
+    if not any(isinstance(finder, AbsentPackageFinder) for finder in sys.meta_path):
+        has_triton_package()  # torch remembers the true answer before the placeholder exists
+        sys.meta_path.append(AbsentPackageFinder())
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # sglang compiles its seeded sampler: 17 s at the first request, and it would need a C++ compiler
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # SGLang's debugging aid imports megatron.core wherever it is installed: 1 s for nothing
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+    return True
+
+
+def mend() -> None:
+    """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker."""
+    import torch
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.distributed.device_communicators import pynccl
+    from sglang.srt.layers import sampler
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.utils import common, weight_checker, weight_checker_comparator
+
+    choices = module_with("add_deterministic_attention_backend_choices")
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    # it would put Triton kernels in place of torch's, which give equal tokens alone and in a batch here (tested)
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    sampler.murmur_hash32 = murmur_hash32
+    mend_layers()
+    admit_references(common.SafeUnpickler)
+    pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
+    weight_checker.torch = weight_updater.torch = _without_cuda(torch)
+    weight_checker.WeightChecker._snapshot = _snapshot
+    weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
+
+
+def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
+    """MurmurHash3 (32 bit) of (seed, position, column), as sglang's kernel of the same name.
+
+    `seed` [rows] uint64 or int64, `positions` [rows], `columns` [columns]; returns [rows, columns] int64 in [0, 2^32).
+    """
+    import torch
+
+    seed = seed.view(torch.int64)[:, None]
+    positions, columns = positions.to(torch.int64)[:, None], columns[None]
+    result = torch.zeros_like(seed)
+    for word in (seed & MASK_32, seed >> 32 & MASK_32, positions, columns):
+        word = word * 0xCC9E2D51 & MASK_32
+        word = (word << 15 | word >> 17) & MASK_32
+        result = result ^ (word * 0x1B873593 & MASK_32)
+        result = (result << 13 | result >> 19) & MASK_32
+        result = result * 5 + 0xE6546B64 & MASK_32
+    result = result ^ 16  # length of the input in bytes
+    result = (result ^ result >> 16) * 0x85EBCA6B & MASK_32
+    result = (result ^ result >> 13) * 0xC2B2AE35 & MASK_32
+    return result ^ result >> 16
+
+
+def _no_nccl(path: str | None = None) -> Any:
+    raise OSError("NCCL needs a GPU")
+
+
+def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
+    """torch, for one module's eyes, with a `cuda.synchronize` that has nothing to wait for.
+
+    And with the CPU as the device in use: from torch 2.14 on, a build for CUDA says CUDA also where there is no GPU.
+    """
+    view = types.ModuleType("torch")
+    view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    view.cuda = types.SimpleNamespace(synchronize=lambda: None)
+    view.get_device_module = lambda device="cpu": torch.get_device_module(device)
+    return view
+
+
+def _snapshot(self: Any) -> None:
+    """`WeightChecker._snapshot` with a copy: its `.cpu()` is none on the CPU, so that `compare` would always agree."""
+    self._snapshot_tensors = {name: tensor.detach().clone() for name, tensor in self._model_state()}
+
+
+def _iter_chunks(self: Any) -> Any:
+    """`RawComparable.iter_chunks` without moving the chunks to a GPU."""
+    for chunk in self.tensor.reshape(-1).split(64 * 1024 * 1024):
+        yield chunk, None
+
+
+def fork_children() -> None:
+    """Lets sglang's children be forked: without a CUDA context they can inherit the imports (half the start-up)."""
+    set_start_method: Callable[..., None] = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method=None, force=False: set_start_method("fork", force=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """What `slimrl.engines.sglang.entry server` does, with the mends and the defaults where they are needed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if install():
+        mend()
+        fork_children()
+        words = with_defaults(words)
+    run_server(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The flags that pass through slimrl to SGLang (`--sglang-<x>`) and to its router (`--router-<x>`).
+
+The tables come from the installed packages, so a new engine version brings its new flags. Flags whose value slimrl
+decides are marked with the reason. `render_options` is the way back: from parsed options to the engine's command line.
+Called by the parser (only when such a flag is typed) and by the server and router processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slimrl.arguments import PassthroughFlag
+from slimrl.engines.sglang.server_args_parser import DeclaredFlag, read_server_flags
+
+# dest of the server's flag -> what decides it in slimrl; completes "--sglang-x is set by slimrl itself (...)"
+RESERVED: dict[str, str] = {
+    "model_path": "--hf-checkpoint",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "random_seed": "--rollout-seed plus the index of the server",
+    "enable_memory_saver": "--offload-rollout",
+    "skip_server_warmup": "always on: the first rollout warms the server",
+    "weight_version": "it counts the weight updates",
+    "port": "slimrl picks a free port",
+    "nccl_port": "slimrl picks a free port",
+    "dist_init_addr": "slimrl picks a free port",
+    "nnodes": "the placement decides it",
+    "node_rank": "the placement decides it",
+    "base_gpu_id": "the placement decides it",
+    "gpu_id_step": "the placement decides it",
+    "config": "give the flags themselves, each as --sglang-<flag>",
+    "use_ray": "slimrl starts the server itself",
+    "admin_api_key": "the key of --sglang-api-key, or one that the run makes, opens every endpoint",
+    "tokenizer_worker_num": "one: SGLang asks for no key where there are several",
+    "grpc_port": "none: SGLang asks for no key there",
+}
+
+RESERVED_ROUTER: dict[str, str] = {
+    "port": "--sglang-router-port",
+    "request_timeout_secs": "--sglang-router-request-timeout-secs",
+    "worker_urls": "slimrl registers the servers it starts",
+    "prefill": "slimrl registers the servers it starts",
+    "decode": "slimrl registers the servers it starts",
+    "pd_disaggregation": "slimrl registers the servers it starts",
+    "mini_lb": "the real router is always used",
+    "service_discovery": "slimrl registers the servers it starts",
+    "api_key": "--sglang-api-key, or a key that the run makes",
+    "control_plane_api_keys": "--sglang-api-key, or a key that the run makes",
+}
+
+# spellings that recipes still use, for flags that newer servers split in two; the decode half is what they meant
+HISTORICAL = {"cuda-graph-bs": "cuda-graph-bs-decode", "cuda-graph-max-bs": "cuda-graph-max-bs-decode"}
+
+
+def server_flags() -> dict[str, PassthroughFlag]:
+    """The server's flags by their name without `--sglang-`, aliases included.
+
+    Values that are not numbers stay as typed (checked where the form is known): the server parses them itself.
+    Raises ModuleNotFoundError where sglang is not installed.
+    """
+    flags: dict[str, PassthroughFlag] = {}
+    for declared in read_server_flags():
+        for name in declared.names:
+            flags[name] = _server_flag(declared)
+            if declared.action == "optional_switch":
+                flags[f"no-{name}"] = PassthroughFlag(declared.dest, action="store_false")
+    for old, new in HISTORICAL.items():
+        if new in flags:
+            flags.setdefault(old, flags[new])
+    return flags
+
+
+def router_flags() -> dict[str, PassthroughFlag]:
+    """The router's flags by their name without `--router-`. Raises ModuleNotFoundError where it is not installed."""
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    RouterArgs.add_cli_args(parser)
+    return {name[2:]: _router_flag(action) for action in parser._actions for name in action.option_strings}
+
+
+def render_options(options: Mapping[str, Any], flags: Mapping[str, PassthroughFlag]) -> list[str]:
+    """The command line words for `options` (dest -> value), e.g. {"tp_size": 2} -> ["--tp-size=2"].
+
+    A switch is written only where its value needs it. Raises ValueError for an option the package does not have.
+    """
+    words: list[str] = []
+    for dest, value in options.items():
+        spellings = {name: flag for name, flag in flags.items() if flag.dest == dest}
+        if not spellings:
+            raise ValueError(f"the installed engine has no option {dest!r}: it has {len(flags)} others, see its --help")
+        words += _render(spellings, value)
+    return words
+
+
+def _render(spellings: Mapping[str, PassthroughFlag], value: Any) -> list[str]:
+    name, flag = next(iter(spellings.items()))
+    if flag.action != "store":
+        wanted = "store_true" if value else "store_false"
+        return [f"--{switch}" for switch, flag in spellings.items() if flag.action == wanted][:1]
+    if value is None:
+        return [f"--{name}"] if flag.nargs == "?" else []
+    if isinstance(value, list | tuple):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value}"]
+
+
+def _server_flag(declared: DeclaredFlag) -> PassthroughFlag:
+    checks = {
+        "int": int,
+        "float": float,
+        "human_readable_int": _count,
+        "loads": _json_object,
+        "json_list_type": _json_list,
+        "parse_cuda_graph_config_arg": _json_object,
+    }
+    switch = declared.action != "store"
+    return PassthroughFlag(
+        declared.dest,
+        nargs=None if switch else declared.nargs,
+        type=None if switch else checks.get(declared.type, str),
+        choices=declared.choices,
+        action="store_true" if switch else "store",
+        managed_by=RESERVED.get(declared.dest),
+    )
+
+
+def _router_flag(action: argparse.Action) -> PassthroughFlag:
+    switch = action.nargs == 0
+    return PassthroughFlag(
+        action.dest,
+        nargs=None if switch else action.nargs,
+        type=None if switch else action.type or str,
+        choices=tuple(action.choices) if action.choices is not None else None,
+        action="store_true" if switch else "store",
+        managed_by=RESERVED_ROUTER.get(action.dest),
+    )
+
+
+def _count(text: str) -> str:
+    """An integer, also as 16k, 2M (thousands) or 16Ki, 2Mi (powers of 1024), kept as typed."""
+    if re.fullmatch(r"-?\d+|\d+(\.\d+)?[kMGT]|\d+[KMGT]i", text.strip()) is None:
+        raise ValueError("give an integer, or one with k, M, Ki or Mi behind it")
+    return text
+
+
+def _json_object(text: str) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError("give a JSON object, e.g. '{\"a\": 1}'")
+    return text
+
+
+def _json_list(text: str) -> str:
+    if not isinstance(json.loads(text), list):
+        raise ValueError("give a JSON list, e.g. '[\"a\"]'")
+    return text

@@ -1,0 +1,207 @@
+"""The contracts of the hooks of training: called in each of its ranks.
+
+A rank's share of a rollout is one dict, `rollout_data`, with one entry per sample in each of its lists. Tensors are on
+the rank's device; those of a response have [response length] entries, with context parallelism too, and every rank of
+one data-parallel share has the same:
+
+| key | entry of a sample |
+| --- | --- |
+| `tokens` | int64 [total length]: prompt and response |
+| `total_lengths`, `response_lengths` | int |
+| `loss_masks` | float32 [response]: 1 where the token is trained on |
+| `rewards`, `raw_reward` | float: what is trained on, and as judged |
+| `truncated`, `sample_indices`, `rollout_ids` | bool; int; int, the same for all samples of a prompt |
+| `rollout_log_probs`, `log_probs` | float32 [response]: the engines', and training's before the first step |
+| `ref_log_probs` | float32 [response]: the reference's, with --use-kl-loss or --kl-coef |
+| `kl` | float32 [response]: the estimate that --kl-coef asks for, else 0 |
+| `advantages`, `returns` | float32 [response]; without a critic both are the same, unless a function says otherwise |
+
+The last four lines, and `log_probs`, are absent with --disable-compute-advantages-and-returns. A list of one's own with
+an entry per sample goes along, down to the `batch` of a custom loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimrl.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from slimrl.arguments import Arguments
+
+
+class LossBatch(Protocol):
+    """One micro-batch: the `rollout_data` of its samples as a dict, and what lies between it and the logits.
+
+    It also has `unconcat_tokens` (list: each sample's tokens), `tokens` (int64 [1, tokens of this rank]: the pack, as
+    the model got it, where `logits` has a row for each), `full_loss_masks` (float32 of that shape: the mask of the
+    token that the row predicts) and `packed_seq_params` (where the sequences stand in the pack).
+    """
+
+    def __getitem__(self, key: str) -> Any: ...
+
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the micro-batch's response tokens, samples end to end, float32 [tokens] each.
+
+        From `logits` / --rollout-temperature. Both are differentiable, and the same on all ranks that share the
+        micro-batch, whichever part of the vocabulary (tensor parallel) or of the pack (context parallel) these hold.
+        """
+        ...
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """The rows of `logits` that predict response tokens which this rank holds, [own tokens, vocabulary share]."""
+        ...
+
+    def whole(self, values: Tensor) -> Tensor:
+        """[tokens] from [own tokens]: the values of all context-parallel ranks, in the order of the response tokens."""
+        ...
+
+
+class CustomLoss(Hook, Protocol):
+    """`--custom-loss-function-path`: what --loss-type custom_loss minimises, for one micro-batch.
+
+    `logits` [1, tokens of this rank, padded vocabulary / tensor parallel] are the model's, in its dtype and not divided
+    by the temperature; `batch.scores(logits)` makes log-probabilities of them in every layout. Called on the last
+    pipeline stage, on every tensor- and context-parallel rank, each of which must return the same loss.
+    """
+
+    def __call__(
+        self, args: Arguments, batch: LossBatch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss, a scalar that depends on `logits`, and scalars to log: all of them sums.
+
+        `sum_of_sample_mean(values)`, of [tokens] values, is the sum over samples of the mean over their trained tokens,
+        with --calculate-per-token-loss the sum over trained tokens. Sums are added up over micro-batches and ranks and
+        divided by the step's samples (trained tokens).
+        """
+        ...
+
+
+class CustomAdvantage(Hook, Protocol):
+    """`--custom-advantage-function-path`: sets `rollout_data["advantages"]`, and `["returns"]` where they differ.
+
+    Called on every rank, with its own samples: those of one prompt may be on several. --normalize-advantages is applied
+    to the result, --kl-coef is not: it is in `kl`.
+    """
+
+    def __call__(self, args: Arguments, rollout_data: dict[str, Any]) -> None:
+        """A list of float tensors [response length], one per sample."""
+        ...
+
+
+class CustomTIS(Hook, Protocol):
+    """`--custom-tis-function-path`: corrects the policy loss for who drew the samples, instead of --use-tis' own way.
+
+    Called once per micro-batch. `pg_loss` is [tokens], samples end to end; the others are lists with one entry per
+    sample: tensors [response length], and ints. The values of masked tokens are 0.
+    """
+
+    def __call__(
+        self,
+        args: Arguments,
+        *,
+        pg_loss: Tensor,
+        train_log_probs: list[Tensor],
+        rollout_log_probs: list[Tensor],
+        loss_masks: list[Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """The corrected loss, loss masks to take means with (also of KL and entropy), and [tokens] values to log."""
+        ...
+
+
+class PgLossReducer(Hook, Protocol):
+    """`--custom-pg-loss-reducer-function-path`: makes the policy loss of one micro-batch a number.
+
+    KL and entropy keep their own mean.
+    """
+
+    def __call__(
+        self,
+        total_lengths: list[int],
+        response_lengths: list[int],
+        loss_masks: list[Tensor],
+        calculate_per_token_loss: bool,
+    ) -> Callable[[Tensor], Tensor]:
+        """A function from [tokens], samples end to end, to a sum, which is divided by the step's samples (tokens)."""
+        ...
+
+
+class RolloutDataPostprocess(Hook, Protocol):
+    """`--rollout-data-postprocess-path`: sees, and may change, a rank's share before its optimizer steps.
+
+    What training reads of it afterwards: loss_masks, advantages, log_probs, rollout_log_probs and ref_log_probs; a
+    custom loss reads all of it. Tokens and lengths must stay.
+    """
+
+    def __call__(self, args: Arguments, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+        """Called once per rollout and rank."""
+        ...
+
+
+class ModelProvider(Hook, Protocol):
+    """`--custom-model-provider-path`: builds this rank's part of the model, or one of its virtual pipeline stages.
+
+    A `GPTModel` whose weights have the names of the family's table (docs/families.md). `config` is the
+    TransformerConfig that the flags make; `slimrl.megatron.model.policy_model` builds what slimrl itself would.
+    """
+
+    offered = ("vp_stage", "args", "config")
+
+    def __call__(self, pre_process: bool, post_process: bool) -> Any:
+        """The model; `pre_process`, `post_process` say whether it has the embedding and the output layer."""
+        ...
+
+
+class LayerSpec(Hook, Protocol):
+    """`--spec`: which modules the transformer's layers are made of; the flag has module and function as two words.
+
+    Weights must have the names of the family's table. `slimrl.megatron.model.own_layers` gives slimrl's own.
+    """
+
+    def __call__(self, args: Arguments, config: Any, vp_stage: int | None) -> Any:
+        """A ModuleSpec of a layer, TransformerBlockSubmodules, or a model provider as above."""
+        ...
+
+
+class MegatronInit(Hook, Protocol):
+    """`--custom-megatron-init-path`: runs on every rank when process groups are open, before the model is built."""
+
+    def __call__(self, args: Arguments) -> None: ...
+
+
+class BeforeLogProb(Hook, Protocol):
+    """`--custom-megatron-before-log-prob-hook-path`: runs on every rank before each pass that takes log-probabilities.
+
+    `model` is the list of this rank's stages in their wrappers, `store_prefix` is "ref_" for the reference's weights
+    and "" for those in training.
+    """
+
+    def __call__(self, args: Arguments, model: list[Any], store_prefix: str) -> None: ...
+
+
+class BeforeTrainStep(Hook, Protocol):
+    """`--custom-megatron-before-train-step-hook-path`: runs on every rank before the passes of each optimizer step.
+
+    Gradients are zero then; `optimizer` and `scheduler` are megatron-core's.
+    """
+
+    def __call__(
+        self, args: Arguments, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
+    ) -> None: ...
+
+
+class UpdateWeightPostWrite(Hook, Protocol):
+    """`--custom-update-weight-post-write-path`: runs on every rank once the files of a push are written.
+
+    `version_dir` is a Hugging Face folder, which is removed once every engine has read it; `rollout_engines` are
+    `slimrl.weights.update.topology.EngineEndpoint`s, the address of each in `url`.
+    """
+
+    def __call__(self, args: Arguments, version_dir: Path, rollout_engines: list[Any]) -> None: ...

@@ -1,0 +1,1 @@
+"""Checkpoints of training: complete or absent."""

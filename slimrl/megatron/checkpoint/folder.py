@@ -1,0 +1,259 @@
+"""Where checkpoints lie on disk, and how a torn one is never mistaken for a whole one.
+
+`<dir>/latest_checkpointed_iteration.txt` names the newest complete checkpoint: a number k for the folder
+`iter_000000k`, or `release` for a model converted from elsewhere. A checkpoint is written under `<name>.tmp`, its
+manifest last, then renamed, and only then named in the tracker file; one that goes is renamed back before its files
+are removed. No megatron-core here.
+
+Which older checkpoints go when a new one is complete: `--save-total-limit` and `--save-retain-interval`.
+
+Promises that the newest complete checkpoint stays, and all that training did not write itself. Called by
+`checkpoint_saver` on rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import (
+    MANIFEST_NAME,
+    RELEASE,
+    REPLACED,
+    TRACKER_NAME,
+    UNFINISHED,
+    damage,
+    folder_name,
+    is_ours,
+    iteration_of,
+    manifest,
+    placed,
+)
+from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, CheckedFolder, Checksums, checksums_text
+from slimrl.weights.safe_pickle import load_plain
+
+DATA_STATE_NAME = "data_state.pt"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFolder:
+    """One complete checkpoint; `iteration` is the last rollout trained on, None for a converted model."""
+
+    path: Path
+    iteration: int | None
+
+
+def find_checkpoint(load_dir: str | Path | None, step: int | None = None) -> CheckpointFolder | None:
+    """The checkpoint that the tracker file in `load_dir` names, or the one of iteration `step`.
+
+    `load_dir` may also be a checkpoint's own folder. None where the folder is absent or holds no tracker file.
+    Raises FileNotFoundError where a named checkpoint is not there, ValueError for an unreadable tracker file or a
+    torn checkpoint.
+    """
+    if load_dir is None:
+        return None
+    root = Path(load_dir)
+    if (root / "metadata.json").is_file():
+        return _whole(root, iteration_of(root.name.removesuffix(REPLACED)))
+    if step is None:
+        tracker = root / TRACKER_NAME
+        if not tracker.is_file():
+            return None
+        step = _parse_tracker(tracker)
+    path = placed(root, folder_name(step))
+    if path is None:
+        raise FileNotFoundError(
+            f"{root / folder_name(step)} does not exist, although {root} should hold that checkpoint: give the folder"
+            " or the step of one that exists"
+        )
+    return _whole(path, step)
+
+
+def _whole(path: Path, iteration: int | None) -> CheckpointFolder:
+    if reason := damage(path):
+        raise ValueError(f"{path} is not loaded, {reason}: give another checkpoint's step or folder")
+    return CheckpointFolder(path, iteration)
+
+
+def _parse_tracker(tracker: Path) -> int | None:
+    text = tracker.read_text().strip()
+    if text == RELEASE:
+        return None
+    if not text.isdigit():
+        raise ValueError(f"{tracker} says {text!r}: it must hold an iteration number or the word {RELEASE}")
+    return int(text)
+
+
+def begin(root: Path, iteration: int | None) -> Path:
+    """An empty folder to write the checkpoint into; what killed runs left in `root` is cleared away."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in sorted(root.iterdir()):
+        name = left.name.removesuffix(UNFINISHED).removesuffix(REPLACED)
+        if name == left.name or (name != RELEASE and iteration_of(name) is None):
+            continue
+        if left.name.endswith(REPLACED) and not (root / name).exists():
+            left.rename(root / name)  # the kill fell between the two renames
+        else:
+            shutil.rmtree(left)
+    partial = partial_path(root, iteration)
+    partial.mkdir()
+    return partial
+
+
+def partial_path(root: Path, iteration: int | None) -> Path:
+    """The folder a checkpoint has while it is written."""
+    return root / (folder_name(iteration) + UNFINISHED)
+
+
+def write_checksums(partial: Path, known: Mapping[str, Checksums]) -> None:
+    """Store the checksums of every file; those that `known` lacks are made of what was written."""
+    write_bytes(partial / CHECKSUMS_NAME, checksums_text(partial, known).encode())
+
+
+def write_manifest(partial: Path, iteration: int, **more: Any) -> None:
+    """Write down which files the checkpoint has and how long they are; the last file of a checkpoint of training."""
+    files = {path.name: path.stat().st_size for path in partial.iterdir()}
+    write_bytes(partial / MANIFEST_NAME, manifest(iteration, files, **more).encode())
+
+
+def commit(root: Path, iteration: int | None) -> Path:
+    """Make the written checkpoint the newest one: rename its folder, then write the tracker file."""
+    final, partial = root / folder_name(iteration), partial_path(root, iteration)
+    sync_folder(partial)
+    discarded = final.with_name(final.name + REPLACED)
+    if replaces := final.exists():  # the same rollout trained again after a resume
+        final.rename(discarded)  # found under this name too, should a kill fall here
+    partial.rename(final)
+    sync_folder(root)
+    tracker = root / TRACKER_NAME
+    fresh = tracker.with_name(TRACKER_NAME + UNFINISHED)
+    write_bytes(fresh, (RELEASE if iteration is None else str(iteration)).encode())
+    fresh.replace(tracker)
+    sync_folder(root)
+    if replaces:  # not before the renames are on the disk
+        shutil.rmtree(discarded)
+    return final
+
+
+def discard(root: Path, iteration: int | None) -> None:
+    """Remove what was written of a checkpoint that failed, as far as that is possible."""
+    shutil.rmtree(partial_path(root, iteration), ignore_errors=True)
+
+
+def newest(root: Path) -> str:
+    """A few words about the newest whole checkpoint in `root`, for a run that ends because none could be written."""
+    try:
+        found = find_checkpoint(root)
+    except (OSError, ValueError) as error:
+        return f"none is known to be whole ({error})"
+    return "there is none yet" if found is None else f"{found.path} is whole"
+
+
+def own_iterations(root: Path) -> list[int]:
+    """The checkpoints in `root` that training wrote, in rising order; other programs' and converted ones are not."""
+    iterations = (iteration_of(path.name) for path in root.iterdir() if is_ours(path))
+    return sorted(iteration for iteration in iterations if iteration is not None)
+
+
+def remove(root: Path, iteration: int) -> None:
+    """Delete a checkpoint: first its name, so that a kill leaves no torn one under it."""
+    partial = partial_path(root, iteration)
+    (root / folder_name(iteration)).rename(partial)
+    sync_folder(root)
+    shutil.rmtree(partial)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """A file that survives a power cut once this returns. Raises OSError with the path, also where there is no room."""
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Have renames inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def encode_data_state(data_state: dict[str, Any]) -> bytes:
+    """Where the data source stands, as bytes for the file `data_state.pt`.
+
+    Raises ValueError where it holds more than plain data: now, not when the run is resumed.
+    """
+    buffer = io.BytesIO()
+    torch.save(data_state, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"the data source's state is not plain data and could not be loaded again: {error}") from error
+    return buffer.getvalue()
+
+
+def write_data_state(folder: Path, encoded: bytes) -> None:
+    """Store the encoded state in the checkpoint that is being written."""
+    write_bytes(folder / DATA_STATE_NAME, encoded)
+
+
+def read_data_state(folder: Path) -> dict[str, Any] | None:
+    """What `write_data_state` stored, None where nothing was. Raises ValueError for a damaged or unsafe file."""
+    path = folder / DATA_STATE_NAME
+    if not path.is_file():
+        return None
+    if (checked := CheckedFolder.open(folder)) is not None:
+        checked.check([DATA_STATE_NAME])
+    return load_plain(path, path)
+
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """`newest` checkpoints stay, and those after a multiple of `interval` rollouts; both None: all stay."""
+
+    newest: int | None = None
+    interval: int | None = None
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> Retention:
+        """What the flags ask for."""
+        return cls(args.save_total_limit, args.save_retain_interval)
+
+    def surplus(self, iterations: Iterable[int], written: int) -> list[int]:
+        """Those of `iterations` that go once `written` is complete, in rising order.
+
+        Iterations above `written`, which an earlier run went on to, are left to be replaced one by one.
+        """
+        if self.newest is None and self.interval is None:
+            return []
+        older = sorted(iteration for iteration in set(iterations) if iteration < written)
+        kept = (self.newest or 1) - 1
+        return [i for i in older[: len(older) - kept] if self.interval is None or (i + 1) % self.interval != 0]
+
+    def apply(self, root: Path, written: int) -> None:
+        """Delete what is surplus in `root`; a folder that cannot be deleted is named in the log and stays."""
+        if self.newest is None and self.interval is None:
+            return
+        for iteration in self.surplus(own_iterations(root), written):
+            try:
+                remove(root, iteration)
+            except OSError as error:
+                _logger.warning("an old checkpoint could not be deleted: %s", error)

@@ -1,0 +1,219 @@
+"""Writes the checkpoints of a run one after the other, in the way of training or (`--async-save`) behind its back.
+
+Promises that a checkpoint is complete or absent, that an error on one rank is raised on all, that at most one save is
+under way, and that a newer one never hides an older that failed. In the background a thread per rank writes; the
+threads talk through a group of their own, so that a checkpoint is complete as soon as its files are, whatever training
+does meanwhile. Owned by the trainer.
+
+`--save-hf` of a training worker: which folder an export goes to, and its tensors out of the live model.
+
+Called by the trainer when it saves; `slimrl.weights.convert.megatron_to_hf` does the writing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.megatron.checkpoint import folder, io
+from slimrl.megatron.checkpoint.folder import Retention
+from slimrl.megatron.parallel import ParallelState
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.platform.collective_errors import CheckpointError, on_lead, together
+from slimrl.weights.checkpoint_checksums import Checksums
+from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
+from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.update.export import iter_hf_tensors
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state after rollout `iteration`: what this rank writes, and what rank 0 writes beside it."""
+
+    iteration: int
+    prepared: io.Prepared
+    data_state: bytes
+    about: dict[str, Any]  # for the manifest
+
+
+class CheckpointSaver:
+    """`save` often, `poll` between two saves, `finish` at the end; each collective over all ranks."""
+
+    def __init__(self, *, background: bool, retention: Retention, timeout: datetime.timedelta) -> None:
+        """`timeout` is the longest wait for another rank's files."""
+        self.background = background
+        self._retention = retention
+        self._timeout = timeout
+        self._writers: dist.ProcessGroup | None = None  # made with the first save: runs without one need no group
+        self._watchers: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> CheckpointSaver:
+        """What the flags ask for."""
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        return cls(background=args.async_save, retention=Retention.from_args(args), timeout=timeout)
+
+    def save(
+        self, root: Path, iteration: int, take: Callable[[], Snapshot], export: Callable[[], HfExport] | None = None
+    ) -> Path:
+        """Write what `take` gives into `root`; returns the folder that the checkpoint has once it is complete.
+
+        Waits for the save before. What `export` makes is written when the checkpoint is complete. Raises
+        CheckpointError, on every rank, where this save (in the background: the one before) failed on one; what was
+        written of it is removed then, and the checkpoints before stay.
+        """
+        self.finish()
+        self._open()
+        started = time.perf_counter()
+        on_lead(lambda: folder.begin(root, iteration), self._writers)
+        snapshot = together(take, self._writers)
+        if self._thread is None:
+            self._write(root, snapshot, started)
+            if export is not None:
+                self._finish_export(self._begin_export(export))
+        else:
+            try:
+                begun = None if export is None else self._begin_export(export)
+            except CheckpointError:
+                self._write(root, snapshot, started)  # an export that fails costs no checkpoint
+                raise
+            self._pending = self._thread.submit(self._write_both, root, snapshot, begun, started)
+            if dist.get_rank() == 0:
+                name, blocked = folder.folder_name(iteration), time.perf_counter() - started
+                _logger.info("%s is copied (%.2f s) and written in the background", root / name, blocked)
+        return root / folder.folder_name(iteration)
+
+    def poll(self) -> None:
+        """Raise the error of a save that failed in the background, on all ranks in the same call; never waits for it.
+
+        Costs one small message between the ranks while a save is under way, else nothing.
+        """
+        if self._pending is None:
+            return
+        done = torch.tensor(int(self._pending.done()))
+        dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._watchers)
+        if done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Raises CheckpointError, on every rank, where it failed on one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """`finish`, then end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _open(self) -> None:
+        if self._writers is not None:
+            return
+        self._writers = dist.new_group(backend="gloo", timeout=self._timeout)
+        if self.background:
+            self._watchers = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def _write_both(self, root: Path, snapshot: Snapshot, export: HfExport | None, started: float) -> None:
+        """The background thread's work: collective over the writers' group only."""
+        try:
+            self._write(root, snapshot, started)
+        except CheckpointError:
+            if export is not None:
+                export.discard()
+            raise
+        if export is not None:
+            self._finish_export(export)
+
+    def _write(self, root: Path, snapshot: Snapshot, started: float) -> None:
+        """From the snapshot to the tracker file."""
+        partial = folder.partial_path(root, snapshot.iteration)
+        try:
+            checksums = io.write(snapshot.prepared, partial, self._writers)
+            on_lead(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
+        except CheckpointError as error:
+            on_lead(lambda: folder.discard(root, snapshot.iteration), self._writers)
+            name = folder.folder_name(snapshot.iteration)
+            raise CheckpointError(
+                f"saving {root / name} failed, older checkpoints are untouched: {error}; of these"
+                f" {folder.newest(root)}: make room, and start again with the same command"
+            ) from error
+
+    def _begin_export(self, make: Callable[[], HfExport]) -> HfExport:
+        export = together(make, self._writers)
+        on_lead(export.begin, self._writers)
+        try:
+            together(lambda: export.collect(copy=self.background), self._writers)
+        except CheckpointError:
+            export.discard()
+            raise
+        return export
+
+    def _finish_export(self, export: HfExport) -> None:
+        try:
+            together(export.write, self._writers)
+            on_lead(export.commit, self._writers)
+        except CheckpointError as error:
+            export.discard()
+            raise CheckpointError(f"exporting to {export.path} failed, the checkpoint is complete: {error}") from error
+        if dist.get_rank() == 0:
+            _logger.info("%s is complete", export.path)
+
+    def _complete(
+        self, root: Path, partial: Path, snapshot: Snapshot, checksums: Mapping[str, Checksums], started: float
+    ) -> None:
+        io.write_common(snapshot.prepared, partial)
+        folder.write_data_state(partial, snapshot.data_state)
+        folder.write_checksums(partial, checksums)
+        folder.write_manifest(partial, snapshot.iteration, **snapshot.about)
+        final = folder.commit(root, snapshot.iteration)
+        _logger.info("%s is complete after %.2f s", final, time.perf_counter() - started)
+        self._retention.apply(root, snapshot.iteration)
+
+
+class ModelExporter:
+    """Makes the exports of a run; every rank of any layout holds the whole model's tensors once while it gathers."""
+
+    def __init__(self, args: Arguments, stages: Sequence[GPTModel], parallel: ParallelState) -> None:
+        """Raises FileNotFoundError or ValueError where --hf-checkpoint lacks weights or holds another model's."""
+        origin = Path(args.hf_checkpoint)
+        self._stages, self._parallel = stages, parallel
+        self._shape, self._family = ModelShape.from_args(args), family_for(read_hf_config(origin))
+        self._plan = HfPlan(origin, self._shape, self._family, rank=parallel.rank, world_size=parallel.world_size)
+        self._template = args.save_hf
+
+    def export(self, rollout_id: int) -> HfExport:
+        """The export of the weights after `rollout_id`. Raises as `HfExport` where its folder cannot be written."""
+        return HfExport(self._plan, Path(self._template.replace("{rollout_id}", str(rollout_id))), self._tensors)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        parallel = self._parallel
+        return iter_hf_tensors(
+            self._stages,
+            self._shape,
+            self._family,
+            parallel.tp_group,
+            pp_group=parallel.pp_group,
+            ep_group=parallel.ep_group,
+            etp_group=parallel.etp_group,
+        )

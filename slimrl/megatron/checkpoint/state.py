@@ -1,0 +1,280 @@
+"""What a training worker needs to go on exactly where it stood: taken for saving, and put back.
+
+Promises checkpoints that any parallel layout can read. Called by the trainer (model, optimizer, schedule, random state,
+data position; `checkpoint_saver` writes what is taken) and by the converters (model only).
+
+The random number generators of a worker as checkpoint content: one entry per rank.
+
+Fills the stages of a rank with weights from elsewhere: a torch_dist checkpoint or a Hugging Face folder.
+
+Promises that either kind gives the same weights in every layout. Called by the trainer for the reference and for a
+fresh start; resuming is `checkpoint`'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.megatron import optimizer as adam_state
+from slimrl.megatron.checkpoint import folder as checkpoint_folder
+from slimrl.megatron.checkpoint import io
+from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
+from slimrl.megatron.checkpoint.saver import Snapshot
+from slimrl.megatron.optimizer import after_load, agree_on_step, step_counts
+from slimrl.megatron.parallel import ParallelState
+from slimrl.models.families import family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.platform.collective_errors import on_lead
+from slimrl.weights.checkpoint_checksums import CheckedFolder
+from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
+from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.safe_pickle import check_extra_state
+
+
+def layout(parallel: ParallelState) -> list[int]:
+    """The sizes along the axes; states can only go back to ranks of the same layout."""
+    return [parallel.pp_size, parallel.tp_size, parallel.dp_size * parallel.cp_size]
+
+
+def sharded(parallel: ParallelState) -> ShardedObject:
+    """This rank's generators as its own shard of the entry `rng_state`."""
+    place = (parallel.pp_rank, parallel.tp_rank, parallel.dp_cp_group.rank())
+    return ShardedObject("rng_state", _capture(), tuple(layout(parallel)), place)
+
+
+def _capture() -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put every generator back to where `sharded` found it."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+__all__ = [
+    "CheckpointFolder",
+    "TrainingState",
+    "find_checkpoint",
+    "load_model_only",
+    "load_stages",
+    "load_training_state",
+    "save_model_only",
+    "take_snapshot",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class TrainingState:
+    """The live objects a checkpoint is taken from and put back into."""
+
+    stages: Sequence[GPTModel]  # the parts of the model that this rank holds
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    parallel: ParallelState
+    trained_weights: str = "every weight trained"  # the flag that chose them, as typed
+
+
+def _sharding(parallel: ParallelState) -> dict[str, Any]:
+    """How megatron-core lays out state; its own default for the optimizer cannot be read back in 0.16.1."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel.dp_cp_group,
+    }
+
+
+def take_snapshot(
+    state: TrainingState, rollout_id: int, data_state: dict[str, Any] | None, *, with_optimizer: bool, copy: bool
+) -> Snapshot:
+    """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
+
+    `data_state` (rank 0's is kept, others may give None) must be plain data: numbers, strings, lists, tuples, dicts,
+    tensors. With `copy` nothing in the snapshot changes when training goes on. Raises ValueError for other data.
+    """
+    sharding = _sharding(state.parallel)
+    model = _sharded(state.stages, sharding)
+    content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
+    content["rng_state"] = sharded(state.parallel)
+    if with_optimizer:
+        content["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=False, metadata=sharding)
+        agree_on_step(content["optimizer"], step_counts(state.optimizer))
+    about = {
+        "weight_version": str(rollout_id + 1),  # under which these weights are pushed
+        "has_optimizer": with_optimizer,
+        "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
+        "layout": layout(state.parallel),
+        "trained_weights": state.trained_weights,
+    }
+    prepared = io.prepare(content, {"content": "training", **about}, copy=copy)
+    return Snapshot(
+        iteration=rollout_id,
+        prepared=prepared,
+        # last: a rank that fails here leaves none waiting in a collective
+        data_state=b"" if data_state is None else checkpoint_folder.encode_data_state(data_state),
+        about=about,
+    )
+
+
+def load_training_state(
+    state: TrainingState, found: CheckpointFolder, *, load_optimizer: bool, load_random_state: bool
+) -> dict[str, Any] | None:
+    """Put optimizer, schedule and random state back (the model is loaded already); collective.
+
+    Returns the data state, None where the checkpoint has none. Raises ValueError where the checkpoint has no
+    optimizer state or one of the other kind.
+    """
+    metadata = io.read_training_metadata(found.path)
+    wanted: ShardedStateDict = {}
+    if load_optimizer:
+        _check_optimizer(metadata, found, state)
+        sharding = _sharding(state.parallel)
+        model = _sharded(state.stages, sharding)
+        wanted["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=sharding)
+    same_layout = metadata.get("layout") == layout(state.parallel)
+    if load_random_state and same_layout:
+        wanted["rng_state"] = sharded(state.parallel)
+    elif load_random_state:
+        _logger.info("%s was saved in another parallel layout: its random state is not taken over", found.path)
+    loaded = io.read(wanted, found.path, model_only=False)
+    if load_optimizer:
+        adam_state.fit(loaded["optimizer"], state.optimizer)
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        after_load(state.optimizer)
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if load_random_state and same_layout:
+        restore(loaded["rng_state"])
+    return checkpoint_folder.read_data_state(found.path)
+
+
+def _sharded(stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None) -> ShardedStateDict:
+    """The parameters of each stage under its number; in the files they have their names in the whole model."""
+    return {str(number): stage.sharded_state_dict(metadata=sharding) for number, stage in enumerate(stages)}
+
+
+def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: TrainingState) -> None:
+    if not metadata.get("has_optimizer", False):
+        raise ValueError(
+            f"{found.path} holds no optimizer state: add --no-load-optim to start with a fresh one, or --finetune"
+        )
+    if metadata["distributed_optimizer"] != state.optimizer.config.use_distributed_optimizer:
+        raise ValueError(
+            f"{found.path} was saved {'with' if metadata['distributed_optimizer'] else 'without'}"
+            " --use-distributed-optimizer: use the same setting, or add --no-load-optim"
+        )
+    trained = metadata.get("trained_weights", TrainingState.trained_weights)
+    if trained != state.trained_weights:
+        raise ValueError(
+            f"{found.path} was saved with {trained}, and this run has {state.trained_weights}: the optimizer's state"
+            " belongs to other weights; choose the same, or add --no-load-optim"
+        )
+
+
+def save_model_only(model: GPTModel, folder: Path) -> Path:
+    """Write the model as the converted checkpoint `folder/release`; collective. Returns that folder.
+
+    Only the vocabulary's padding depends on the layout that wrote it, and loading fits it anew.
+    """
+    root = Path(folder)
+    on_lead(lambda: checkpoint_folder.begin(root, None))
+    partial = checkpoint_folder.partial_path(root, None)
+    prepared = io.prepare({"model": _sharded([model])}, {"content": "model"}, copy=False)
+    checksums = io.write(prepared, partial)
+    on_lead(lambda: io.write_common(prepared, partial))
+    on_lead(lambda: checkpoint_folder.write_checksums(partial, checksums))
+    on_lead(lambda: checkpoint_folder.commit(root, None))
+    return root / checkpoint_folder.RELEASE
+
+
+def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> CheckpointFolder:
+    """`load_stages` for a model without virtual pipeline stages."""
+    return load_stages([model], folder, step)
+
+
+def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = None) -> CheckpointFolder:
+    """Fill this rank's `stages` from the checkpoint in `folder` (a checkpoint's root or its own folder); collective.
+
+    Optimizer and other state there is left alone. Raises FileNotFoundError where there is no checkpoint,
+    ValueError where its tensors are not those of this model.
+    """
+    found = find_checkpoint(folder, step)
+    if found is None:
+        raise FileNotFoundError(
+            f"{folder} holds no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
+            " tools/convert_hf_to_torch_dist.py or give another folder"
+        )
+    if CheckedFolder.open(found.path) is None and dist.get_rank() == 0:
+        _logger.warning("%s has no checksums: whether its bytes are those that were written is not known", found.path)
+    loaded = io.read({"model": _sharded(stages)}, found.path, model_only=True)
+    for number, stage in enumerate(stages):
+        _fill(stage, loaded["model"][str(number)], found.path)
+    return found
+
+
+def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
+    """As strict loading, but extra state may be absent on either side: it belongs to the layers, not to the model."""
+    for name, value in state.items():
+        if io.is_extra_state(name):
+            check_extra_state(value, f"{folder}: {name}")
+    missing, unexpected = stage.load_state_dict(state, strict=False)
+    for names, what in ((missing, "gave nothing for"), (unexpected, "gave values without a place in the model for")):
+        wrong = [name for name in names if not io.is_extra_state(name)]
+        if wrong:
+            raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
+
+
+def load_first_weights(
+    args: Arguments, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
+) -> None:
+    """Load the weights in `folder` (of iteration `step`, None for the newest) into the stages of this rank.
+
+    Each rank reads its own part only. Raises FileNotFoundError for an absent checkpoint and ValueError where its
+    tensors are not those of the flags.
+    """
+    if not is_hf_model(folder):
+        load_stages(stages, folder, step)
+        return
+    load_hf_checkpoint(
+        stages,
+        ModelShape.from_args(args),
+        family_for(read_hf_config(folder)),
+        folder,
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+        etp_rank=parallel.etp_rank,
+        etp_size=parallel.etp_size,
+    )

@@ -1,0 +1,258 @@
+"""Megatron-FSDP: weights, gradients and optimizer state shared out over data-parallel ranks (ZeRO-1 to ZeRO-3).
+
+Promises that outside of a training pass every rank's stages hold ordinary, whole parameters, so that whoever pushes,
+saves or exports weights need not know of shards; and that the optimizer's state is saved in the form of the distributed
+optimizer, so that either resumes the other's checkpoints. Called by the trainer and by `optimizer`.
+
+Communication that goes on while the model computes: reducing gradients, gathering weights.
+
+Promises that gradients are reduced once per optimizer step, and that weights are whole whenever anything but a
+training pass looks at them. Called by the trainer; without the flags for it nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.megatron.config import ddp_config
+from slimrl.megatron.ref_model import ReferenceWeights
+
+Stage = DistributedDataParallel | FullyShardedDataParallel
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def wrap(args: Arguments, stages: Sequence[GPTModel], device: torch.device) -> list[Stage]:
+    """The stages as they are trained: by Megatron-FSDP with --use-megatron-fsdp, else with whole weights on each rank.
+
+    The stages of Megatron-FSDP hold shards until `gather`: an optimizer is to be built from those.
+    """
+    if not args.use_megatron_fsdp:
+        return [DistributedDataParallel(stage.config, ddp_config(args), stage) for stage in stages]
+    wrapped = []
+    for stage in stages:
+        wrapped.append(FullyShardedDataParallel(stage.config, ddp_config(args), stage, device=device))
+        # They would turn parameters into shards under the hands of whoever saves the stage.
+        for module in wrapped[-1].modules():
+            module._state_dict_pre_hooks.clear()
+    for shard in _shards(wrapped):
+        if shard.is_expert:  # as on the weight itself: experts have parameter groups of their own
+            shard.trained.allreduce = False
+    return wrapped
+
+
+def gather(stages: Iterable[Stage]) -> None:
+    """Have each rank hold its stages' parameters whole, until the next pass; collective. Others are whole anyway."""
+    for stage in stages:
+        if isinstance(stage, FullyShardedDataParallel):
+            stage.start_param_sync(force_sync=True)
+            stage.module._replace_param_with_raw_if_needed()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """One weight: the parameter that computes, the optimizer's, and this rank's part of the flattened weight."""
+
+    parameter: torch.nn.Parameter
+    trained: torch.nn.Parameter  # a DTensor, in float32 where the optimizer keeps copies
+    part: slice
+    group: dist.ProcessGroup
+    is_expert: bool
+
+    @torch.no_grad()
+    def whole(self, shard: Tensor) -> Tensor:
+        """The full tensor, on the CPU, of a DTensor that is cut like the weight; collective over `group`."""
+        full = shard.to_local().new_zeros(self.parameter.numel())
+        full[self.part] = shard.to_local().flatten()
+        # Shards differ in size, which not every transport can gather; the sum with zeros is exact.
+        dist.all_reduce(full, group=self.group)
+        return full.view(self.parameter.shape).cpu()
+
+    @torch.no_grad()
+    def fill(self, shard: Tensor, full: Tensor) -> None:
+        """Copy this rank's part of `full` into a DTensor that is cut like the weight."""
+        local = shard.to_local()
+        local.copy_(full.flatten()[self.part].view(local.shape))
+
+
+def _shards(stages: Iterable[FullyShardedDataParallel]) -> Iterator[_Shard]:
+    for stage in stages:
+        buffer = stage.param_and_grad_buffer
+        for _, trained in buffer.optimizer_named_parameters:
+            group = buffer.parameter_groups[buffer.param_to_param_group[trained.orig_param]]
+            yield _Shard(
+                parameter=trained.orig_param,
+                trained=trained,
+                part=trained.megatron_fsdp_slice,
+                group=group.model_weight_buffer.data_parallel_group,
+                is_expert=group.is_expert_param,
+            )
+
+
+class ShardedReference:
+    """Reference weights for stages that were wrapped after they had been taken: of each weight this rank's part."""
+
+    def __init__(self, reference: ReferenceWeights, stages: Sequence[FullyShardedDataParallel]):
+        self._stages = stages
+        groups = [group for stage in stages for group in stage.param_and_grad_buffer.parameter_groups]
+        buffers = [group.model_weight_buffer for group in groups]
+        numbers = {id(tensor): number for number, tensor in enumerate(reference.tensors)}
+        parts = []
+        for group, buffer in zip(groups, buffers, strict=True):
+            own = buffer.data.clone()
+            for parameter in group.params:
+                value = reference.value(numbers.pop(id(parameter)))
+                buffer.set_item(buffer.param_idx[parameter], value.to(own.device))
+            parts.append(buffer.data.to("cpu", copy=True))
+            buffer.data.copy_(own)
+        rest = [(reference.tensors[number], reference.value(number)) for number in numbers.values()]
+        self._weights = ReferenceWeights.from_pairs(
+            [*zip((buffer.data for buffer in buffers), parts, strict=True), *rest]
+        )
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """As `ReferenceWeights.swapped_in`; what has been gathered of either weights is forgotten on the way."""
+        self._forget()
+        with self._weights.swapped_in():
+            yield
+            self._forget()
+
+    def _forget(self) -> None:
+        for stage in self._stages:
+            stage.module.synchronize_param_gather()
+
+
+def follow(reference: ReferenceWeights | None, stages: Sequence[Stage]) -> ReferenceWeights | ShardedReference | None:
+    """The reference weights for the wrapped `stages`."""
+    sharded = [stage for stage in stages if isinstance(stage, FullyShardedDataParallel)]
+    return ShardedReference(reference, sharded) if sharded and reference is not None else reference
+
+
+def save_like_the_distributed_optimizer(optimizer: DistributedOptimizer) -> None:
+    """Give `optimizer`, over the stages of Megatron-FSDP, a state dict that torch_dist checkpoints can hold."""
+    optimizer.sharded_state_dict = types.MethodType(_sharded_state_dict, optimizer)
+    optimizer.load_state_dict = types.MethodType(_load_state_dict, optimizer)
+
+
+def _groups(optimizer: DistributedOptimizer) -> dict[bool, list[dict[str, Any]]]:
+    """Parameter groups by whether they are of experts: the parts that the distributed optimizer would have."""
+    kinds: dict[bool, list[dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        kinds.setdefault(group["is_expert_parallel"], []).append(group)
+    return dict(sorted(kinds.items()))
+
+
+def _sharded_state_dict(
+    self: DistributedOptimizer,
+    model_sharded_state_dict: ShardedStateDict,
+    is_loading: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> ShardedStateDict:
+    """Whole tensors of every trained weight's master copy and moments, named as the weights are; collective."""
+    found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    of_weight = {id(sharded.data): sharded for sharded in nested_values(found)}
+    groups = _groups(self)
+    tensors: dict[bool, dict[int, ShardedStateDict]] = {kind: {} for kind in groups}
+    for shard in _shards(self.model_chunks):
+        if not shard.parameter.requires_grad:
+            continue
+        state, part = self.optimizer.state[shard.trained], tensors[shard.is_expert]
+        part[len(part)] = {
+            name: make_sharded_optimizer_tensor(
+                of_weight[id(shard.parameter)],
+                torch.empty(shard.parameter.shape, dtype=tensor.dtype) if is_loading else shard.whole(tensor),
+                prefix=f"optimizer.state.{name}",
+            )
+            for name, tensor in (("param", shard.trained), *((name, state[name]) for name in _MOMENTS))
+        }
+    # weights of which this rank has no part are not stepped; the saver sees to it that all ranks agree
+    step = max(_steps(self), default=0.0)
+    parts = [
+        {
+            "optimizer": {"param_groups": [_without_weights(group) | {"step": step} for group in of_kind]},
+            "param_state": tensors[kind],
+            "param_state_sharding_type": "fully_reshardable",
+        }
+        for kind, of_kind in groups.items()
+    ]
+    return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def _steps(optimizer: DistributedOptimizer) -> Iterator[float]:
+    """The step counts there are: torch's AdamW has one per parameter, a fused Adam one per parameter group."""
+    for counter in (*optimizer.optimizer.state.values(), *optimizer.param_groups):
+        if "step" in counter:
+            yield float(counter["step"])
+
+
+def _without_weights(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _load_state_dict(self: DistributedOptimizer, state_dict: ShardedStateDict) -> None:
+    """Put back what `_sharded_state_dict`, or that of the distributed optimizer, saved; what is gathered is stale."""
+    parts = [state_dict] if "param_state" in state_dict else [state_dict[number] for number in sorted(state_dict)]
+    step = parts[0]["optimizer"]["param_groups"][0]["step"]
+    tensors = {kind: iter(parts[number]["param_state"].items()) for number, kind in enumerate(_groups(self))}
+    for shard in _shards(self.model_chunks):
+        if not shard.parameter.requires_grad:
+            continue
+        _, loaded = next(tensors[shard.is_expert])
+        state = self.optimizer.state[shard.trained]
+        if isinstance(self.optimizer, torch.optim.Adam):
+            state["step"] = torch.tensor(float(step))
+        shard.fill(shard.trained, loaded["param"])
+        for name in _MOMENTS:
+            shard.fill(state[name], loaded[name])
+    if not isinstance(self.optimizer, torch.optim.Adam):
+        for group in self.param_groups:
+            group["step"] = int(step)
+    for stage in self.model_chunks:
+        stage.param_and_grad_buffer.copy_main_weights_to_model_weights()
+
+
+def connect(stages: Sequence[Stage]) -> None:
+    """Tell the schedule, through the model's configuration, how to begin and to put off communication."""
+    first = stages[0]
+    if first.ddp_config.overlap_grad_reduce:
+        # Without it every micro-batch would reduce the gradients anew.
+        no_sync = [stage.no_sync for stage in stages]
+        first.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
+    if isinstance(first, DistributedDataParallel) and first.use_forward_hook:
+        if first.ddp_config.align_param_gather:
+            first.config.param_sync_func = [stage.start_param_sync for stage in stages]
+        for stage in stages:
+            stage.disable_forward_pre_hook(param_sync=False)
+
+
+@contextlib.contextmanager
+def weights_gathered_late(stages: Sequence[Stage]) -> Iterator[None]:
+    """Within the block a forward pass gathers the weights that the last optimizer step left spread over ranks.
+
+    With --overlap-param-gather, and with --use-megatron-fsdp; afterwards they are whole.
+    """
+    late = [stage for stage in stages if isinstance(stage, DistributedDataParallel) and stage.use_forward_hook]
+    for stage in late:
+        stage.enable_forward_pre_hook()
+    yield
+    for stage in late:
+        stage.disable_forward_pre_hook(param_sync=True)
+    gather(stages)

@@ -1,0 +1,139 @@
+"""Which modules a transformer block is built from.
+
+Promises Transformer Engine's layers where they can run, and otherwise megatron-core's local layers with this
+package's packed attention and sequence-parallel-capable norms; dense layers and layers with experts stand where
+--moe-layer-freq puts them. Called by `model.build_model` and `model.build_stages`.
+"""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slimrl.megatron.model import attention as mla
+from slimrl.megatron.model.attention import PackedCoreAttention
+from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms
+from slimrl.megatron.model.rotary import with_token_frequencies
+
+
+def block_spec(
+    config: TransformerConfig, virtual_stage: int | None = None, post_norms: PostNorms | None = None
+) -> TransformerBlockSubmodules:
+    """The specification of this rank's transformer block, or of one of its virtual pipeline stages.
+
+    Raises ValueError for a normalisation other than RMSNorm where Transformer Engine is absent, and for experts in a
+    form that no table of weights describes.
+    """
+    if config.moe_grouped_gemm and config.moe_use_legacy_grouped_gemm:
+        raise ValueError(
+            "--moe-use-legacy-grouped-gemm joins all experts of a slot in one matrix, which no table describes:"
+            " leave it out, --moe-grouped-gemm alone uses Transformer Engine's kernels"
+        )
+    fused = config.transformer_impl == "transformer_engine"
+    if not fused and config.normalization != "RMSNorm":
+        raise ValueError(
+            f"--normalization {config.normalization} needs --transformer-impl transformer_engine: install it on a"
+            " machine with a GPU or train a model with --normalization RMSNorm"
+        )
+    norm = _engine_norm() if fused else RMSNorm
+    make = _engine_layer_spec if fused else _local_layer_spec
+    kinds = {}
+    for moe in set(moe_layers(config)):
+        layer = with_token_frequencies(make(config, moe=moe), config)
+        kinds[moe] = with_post_norms(layer, post_norms or PostNorms(), norm)
+        if moe:
+            kinds[moe].submodules.mlp.submodules.router = Router
+    first = get_transformer_layer_offset(config, virtual_stage)
+    own = moe_layers(config)[first : first + get_num_layers_to_build(config, virtual_stage)]
+    # A bare layer spec would get megatron-core's own final norm, which refuses sequence parallelism.
+    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in own], layer_norm=norm)
+
+
+def block_of(
+    config: TransformerConfig, found: ModuleSpec | TransformerBlockSubmodules, virtual_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The block of layers that --spec describes: whole, or as one layer that stands for all."""
+    if isinstance(found, TransformerBlockSubmodules):
+        return found
+    if isinstance(found.submodules, TransformerBlockSubmodules):
+        return found.submodules
+    norm = _engine_norm() if config.transformer_impl == "transformer_engine" else RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[found] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
+    )
+
+
+def moe_layers(config: TransformerConfig) -> list[bool]:
+    """Of each layer of the whole model, whether it has experts."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [layer % config.moe_layer_freq == 0 for layer in range(config.num_layers)]
+    if len(config.moe_layer_freq) != config.num_layers:
+        raise ValueError(
+            f"--moe-layer-freq describes {len(config.moe_layer_freq)} layers and --num-layers is {config.num_layers}:"
+            " give one 0 or 1 for each layer"
+        )
+    return [bool(flag) for flag in config.moe_layer_freq]
+
+
+def _engine_norm() -> type:
+    # Transformer Engine may be absent; its wrapper can be imported only where it is there
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _engine_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm and moe,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        use_te_activation_func=config.use_te_activation_func,
+    )
+    return mla.with_latent_epsilon(layer) if config.multi_latent_attention and config.qk_layernorm else layer
+
+
+def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        # the grouped kernels are those of a GPU; a checkpoint is the same with either
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    submodules = layer.submodules
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        submodules.self_attention = mla.attention_spec(config)
+    else:
+        attention = submodules.self_attention.submodules
+        attention.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    submodules.sharded_state_dict_keys_map = _stored_names(config, moe=moe)
+    return layer
+
+
+def _stored_names(config: TransformerConfig, *, moe: bool) -> dict[str, str]:
+    """Under which names a checkpoint keeps the norms: those of Transformer Engine's layers, which read it too.
+
+    It fuses a norm with the linear layer behind it, if that is one layer.
+    """
+    names = {}
+    if config.multi_latent_attention:
+        for latent in ("q", "kv"):
+            names[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
+    else:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not moe:  # behind the norm of a layer with experts stand the router and every expert
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names

@@ -1,0 +1,122 @@
+"""A transformer layer that normalises the outputs of attention and feed-forward too, before they are added (GLM-4).
+
+Promises the names `post_self_attn_layernorm` and `post_mlp_layernorm` for the two norms, and otherwise megatron-core's
+own layer, which has no place for them. Used by the layer specs.
+
+Root-mean-square norm for the layer spec without Transformer Engine.
+
+Promises to mark its weight for the gradient reduction that sequence parallelism needs, which torch's own
+RMSNorm inside megatron-core does not. Used for every norm of a layer, the query / key norms and the final norm.
+
+The router of a layer with experts: megatron-core's, but blind to padding where it counts tokens.
+
+The counts steer the bias that keeps experts equally busy. Padding tokens are all alike, go to the same few experts,
+and would have real tokens pushed away from them. Used by the layer spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+OutputWithBias = tuple[Tensor, Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class PostNorms:
+    """Which outputs are normalised."""
+
+    self_attention: bool = False
+    mlp: bool = False
+
+
+@dataclasses.dataclass
+class PostNormSubmodules(TransformerLayerSubmodules):
+    """What a layer is made of, with the two norms more."""
+
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
+
+
+class PostNormTransformerLayer(TransformerLayer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(self, config: TransformerConfig, submodules: PostNormSubmodules, *args: Any, **kwargs: Any):
+        super().__init__(config, submodules, *args, **kwargs)
+        self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm)
+        self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm)
+        # megatron-core leaves no place between a block and its addition except the addition itself
+        self.self_attn_bda = _normalising(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = _normalising(self.post_mlp_layernorm, self.mlp_bda)
+
+    def _norm(self, spec: ModuleSpec | type) -> torch.nn.Module:
+        return build_module(
+            spec, config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon
+        )
+
+
+def with_post_norms(layer: ModuleSpec, post_norms: PostNorms, norm: ModuleSpec | type) -> ModuleSpec:
+    """`layer` with `norm` after the blocks that `post_norms` names."""
+    if post_norms == PostNorms():
+        return layer
+    submodules = PostNormSubmodules(
+        **{field.name: getattr(layer.submodules, field.name) for field in dataclasses.fields(layer.submodules)},
+        post_self_attn_layernorm=norm if post_norms.self_attention else IdentityOp,
+        post_mlp_layernorm=norm if post_norms.mlp else IdentityOp,
+    )
+    return dataclasses.replace(layer, module=PostNormTransformerLayer, submodules=submodules)
+
+
+def _normalising(norm: torch.nn.Module, add: Callable[..., Callable[..., Tensor]]) -> Callable[..., Any]:
+    """`add`, megatron-core's factory of bias-dropout-add functions, of the normalised output instead of the output."""
+
+    def factory(training: bool, fused: bool) -> Callable[[OutputWithBias, Tensor, float], Tensor]:
+        def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            normalised = norm(output if bias is None else output + bias)
+            return add(training, fused)((normalised, None), residual, dropout)
+
+        return normalise_and_add
+
+    return factory
+
+
+class RMSNorm(torch.nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.shape = (hidden_size,)
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(self.shape, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., hidden_size] to the same shape and dtype."""
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class Router(TopKRouter):
+    """Chooses the experts of each token; `padding_mask` [tokens, 1] is true where a token is padding."""
+
+    _padding: Tensor | None = None  # of the micro-batch that is being routed
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and choices, [tokens, experts] each; losses for balance are taken over all tokens."""
+        self._padding = padding_mask
+        return super().routing(logits)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if self._padding is not None:  # 0.16.1 would combine [tokens, experts] with [tokens]
+            routing_map = routing_map & ~self._padding.reshape(-1, 1)
+        super()._apply_expert_bias(routing_map)

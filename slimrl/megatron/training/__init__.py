@@ -1,0 +1,1 @@
+"""One rank of training: batches in, optimizer steps and metrics out."""

@@ -1,0 +1,292 @@
+"""Forward and backward passes over micro-batches, through megatron-core's schedule.
+
+Promises log-probabilities in the batch's response order and gradients divided by the global count, whatever the
+packing and the layout. Called by the trainer; a model is the list of the stages that this rank holds (one, but for
+virtual pipeline stages), each in its gradient-reducing wrapper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from slimrl.algorithms.log_probs import vocab_parallel_log_probs
+from slimrl.arguments import Arguments
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.model.output_layer import TokensToScore
+from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.training.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
+from slimrl.megatron.training.nonfinite_guard import broken_samples
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProbSettings:
+    """How hidden states become log-probabilities: with logits that are kept for the backward pass, or without."""
+
+    vocab_size: int  # without padding
+    temperature: float
+    chunk_size: int  # rows at a time, -1 for as many as take little memory
+    keep_logits: bool
+    tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+
+    @classmethod
+    def from_args(cls, args: Arguments, parallel: ParallelState) -> LogProbSettings:
+        """The settings of a run."""
+        return cls(
+            vocab_size=args.vocab_size,
+            temperature=args.rollout_temperature,
+            chunk_size=args.log_probs_chunk_size,
+            keep_logits=args.keep_logits,
+            tensor_group=parallel.tp_group,
+            context_group=parallel.cp_group,
+        )
+
+    def wanted(self, micro_batch: MicroBatch) -> TokensToScore | None:
+        """What to ask of the model: None for logits."""
+        if self.keep_logits:
+            return None
+        return TokensToScore(
+            rows=micro_batch.logit_rows,
+            targets=micro_batch.targets,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+        )
+
+    def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, float32 [response tokens] each, from the output of the last stage.
+
+        That is [2, own response tokens], or the logits [1, tokens / cp, vocab / tp] where they are kept. Every
+        context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
+        """
+        log_probs, entropy = self._from_logits(output[0], micro_batch) if self.keep_logits else output
+        return self.of_all_ranks(log_probs, entropy, micro_batch)
+
+    def of_all_ranks(self, first: Tensor, second: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Columns [response tokens] from [own response tokens] of each context-parallel rank."""
+        if self.context_group.size() == 1:
+            return first, second
+        total = micro_batch.response_index.numel()
+        return _FromAllRanks.apply(first, second, micro_batch.own, total, self.context_group)
+
+    def _from_logits(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_log_probs(
+            logits.index_select(0, micro_batch.logit_rows),
+            micro_batch.targets,
+            vocab_size=self.vocab_size,
+            group=self.tensor_group,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+        )
+
+
+class _FromAllRanks(torch.autograd.Function):
+    """Columns [total] of which each rank of `group` has the values at `own`; gradients go back to these only.
+
+    So a loss of the whole columns, computed on every rank, has its exact gradient spread over the ranks, whatever it
+    does with the tokens of a sample.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, own: Tensor, total: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(own)
+        ctx.set_materialize_grads(False)
+        columns = first.new_zeros(2, total)
+        columns[:, own] = torch.stack([first, second])
+        dist.all_reduce(columns, group=group)
+        return columns[0].clone(), columns[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (own,) = ctx.saved_tensors
+        return *(None if gradient is None else gradient[own] for gradient in gradients), None, None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseColumns:
+    """What the loss needs beside the model's output, for all samples of this rank: float32 [its response tokens]."""
+
+    old_log_probs: Tensor
+    train_log_probs: Tensor
+    rollout_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+
+    @classmethod
+    def without_policy(cls, loss_mask: Tensor) -> ResponseColumns:
+        """The columns of a loss that compares with no other policy; what it does not read is 0."""
+        none = torch.zeros_like(loss_mask)
+        return cls(none, none, none, None, none, loss_mask)
+
+    def inputs(self, micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> PolicyLossInputs:
+        """The columns of one micro-batch with the model's output."""
+        chosen = {
+            field.name: value if value is None else value.index_select(0, micro_batch.response_index)
+            for field in dataclasses.fields(self)
+            for value in [getattr(self, field.name)]
+        }
+        return PolicyLossInputs(
+            log_probs=log_probs,
+            entropy=entropy,
+            response_lengths=micro_batch.response_lengths,
+            lengths=micro_batch.lengths,
+            **chosen,
+        )
+
+    def broken_samples(self, batch: RolloutBatch) -> list[str]:
+        """The samples of `batch` that bring a value along which is not finite (see `step_guard.broken_samples`)."""
+        names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs")
+        columns = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
+
+
+def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:
+    """Tokens, padding included, that a layer of this rank sees: what megatron-core weighs a layer's own loss by."""
+    return micro_batch.tokens.numel() // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
+def _forward(stage: torch.nn.Module, micro_batch: MicroBatch, settings: LogProbSettings) -> Tensor:
+    """The last stage's output that `settings` reads; of other stages hidden states.
+
+    Rotary positions restart at every sequence.
+    """
+    config, padding = stage.module.config, None
+    if config.moe_router_enable_expert_bias:
+        padding = micro_batch.padding
+        if config.sequence_parallel and not stage.module.pre_process:  # the embedding's stage cuts it itself
+            group = stage.module.pg_collection.tp
+            padding = padding.chunk(group.size(), dim=1)[group.rank()]
+    wanted = settings.wanted(micro_batch)
+    return stage(
+        micro_batch.tokens,
+        None,
+        None,
+        packed_seq_params=micro_batch.sequences,
+        padding_mask=padding,
+        **({} if wanted is None else {"wanted": wanted}),  # a model of the user's may know nothing of it
+    )
+
+
+def _run(
+    stages: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    forward_step: Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable[..., Any]]],
+    on_micro_batch: Callable[[], None],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """What the last stage made of each micro-batch; empty on ranks of other stages."""
+
+    def announced() -> Iterator[MicroBatch]:
+        for micro_batch in micro_batches:
+            on_micro_batch()
+            yield micro_batch
+
+    # Every virtual stage takes each micro-batch once; it begins in the first.
+    iterators = [announced(), *(iter(micro_batches) for _ in stages[1:])]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(stages) > 1 else iterators[0],
+        model=list(stages),
+        num_microbatches=len(micro_batches),
+        # A bound only: pipeline stages tell each other the length of every micro-batch.
+        seq_length=max(sum(micro_batch.sequences.lengths) for micro_batch in micro_batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+@torch.no_grad()
+def compute_scores(
+    stages: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    settings: LogProbSettings,
+    response_tokens: int,
+    parallel: ParallelState,
+    on_micro_batch: Callable[[], None],
+    *,
+    with_entropy: bool = False,
+) -> list[Tensor]:
+    """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient.
+
+    With `with_entropy` the entropies of the distributions too.
+
+    Equal on all ranks that share these samples (all but data-parallel ones). `on_micro_batch` is called at the begin
+    of each.
+    """
+
+    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return micro_batch.response_index, settings(output, micro_batch)
+
+    def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch = next(iterator)
+        return _forward(stage, micro_batch, settings), partial(collect, micro_batch)
+
+    for stage in stages:
+        stage.eval()
+    pieces = _run(stages, micro_batches, step, on_micro_batch, forward_only=True)
+    for stage in stages:
+        stage.train()
+    result = torch.zeros(1 + with_entropy, response_tokens, device=parallel.device)
+    for index, scores in pieces:
+        for row, values in zip(result, scores, strict=False):
+            row[index] = values
+    return list(parallel.from_last_stage(result))
+
+
+def forward_backward(
+    stages: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    columns: ResponseColumns,
+    log_prob_settings: LogProbSettings,
+    loss_settings: PolicyLossSettings,
+    on_micro_batch: Callable[[], None],
+    *,
+    by_tokens: float | None = None,
+    own_loss: Callable[[Tensor, MicroBatch], PolicyLossSums] | None = None,
+) -> list[PolicyLossSums]:
+    """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
+
+    The gradient is divided by the step's count of the sums. Where layers add losses of their own, which megatron-core
+    weighs by their tokens, it is divided by those and the policy's loss multiplied by `by_tokens`, their number by
+    the count: see `layer_tokens`. `own_loss` makes the sums of the logits and a micro-batch instead of `loss_settings`.
+
+    The sums are equal on ranks that share these samples, but absent where the rank does not hold the last stage.
+    `on_micro_batch` is called at the begin of each.
+    """
+    counts = log_prob_settings.context_group.rank() == 0
+
+    def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
+        if own_loss is not None:
+            sums = own_loss(output, micro_batch)
+        else:
+            log_probs, entropy = log_prob_settings(output, micro_batch)
+            sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
+        value, count = sums.loss, sums.count
+        if by_tokens is not None:
+            value, count = by_tokens * value, torch.full_like(count, layer_tokens(stages[0].config, micro_batch))
+        # megatron-core adds counts up over context-parallel ranks too, and each of them has the whole count.
+        count = count if counts else torch.zeros_like(count)
+        # A clone: the schedule may go on to divide the loss it is given in place, and a view would follow it.
+        return value, count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
+
+    def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch = next(iterator)
+        return _forward(stage, micro_batch, log_prob_settings), partial(loss, micro_batch)
+
+    return _run(stages, micro_batches, step, on_micro_batch, forward_only=False)

@@ -1,0 +1,209 @@
+"""How many bytes a training rank holds, by kind, beside what the plan of `--dry-run` estimates.
+
+Promises the standing memory (weights, gradients, optimizer state) exactly, and of the first optimizer step what its
+activations took: on a GPU the allocator's peak above the standing, elsewhere the most that autograd kept for the
+backward pass at one time, because the memory of a process says little there. Later steps are measured on a GPU only,
+where it costs nothing. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.dry_run.memory import training_memory
+from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.offload import holdings
+from slimrl.megatron.parallel import ParallelState
+from slimrl.processes.process_info import gib
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+
+
+class MemoryReport:
+    """Measures one rank's optimizer steps and says it once, against the plan."""
+
+    def __init__(
+        self, args: Arguments, stages: Sequence[nn.Module], optimizer: MegatronOptimizer, parallel: ParallelState
+    ) -> None:
+        """`stages` in the wrappers that reduce their gradients: of Megatron's DDP or of Megatron-FSDP."""
+        self._args = args
+        self._stages = stages
+        self._optimizer = optimizer
+        self._parallel = parallel
+        self._measured_before = False
+        self._noted: dict[str, float] = {}
+        self._activations: int | None = None  # of the last step, where it was measured
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward passes of one optimizer step."""
+        self._activations = None
+        device = self._parallel.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            yield
+            self._activations = torch.cuda.max_memory_allocated(device) - before
+        elif not self._measured_before:
+            weights = {_address(tensor) for stage in self._stages for tensor in stage.parameters()}
+            with KeptForBackward(weights) as kept:
+                yield
+            self._activations = kept.peak
+        else:
+            yield
+
+    def note(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Takes down the step just done, whose `micro_batches` these are, and logs the first; collective."""
+        if self._activations is None:
+            return
+        if self._measured_before:
+            name = "memory_activations"
+            self._noted[name] = max(self._noted.get(name, 0.0), float(self._largest([self._activations])[0]))
+            return
+        self._measured_before = True
+        own = self._standing() | {"activations": self._activations}
+        tokens = max(micro_batch.tokens.numel() for micro_batch in micro_batches)
+        planned = self._planned(tokens)[self._parallel.pp_rank]
+        logger.info("memory of rank %d: %s", self._parallel.rank, sentence(own, planned, tokens))
+        *sizes, tokens = self._largest([*(own[kind] for kind in KINDS), tokens])
+        most, stages = dict(zip(KINDS, sizes, strict=True)), self._planned(tokens)
+        planned = {kind: max(stage[kind] for stage in stages) for kind in KINDS}
+        if self._parallel.rank == 0 and self._parallel.world_size > 1:
+            logger.info("the most of any rank: %s", sentence(most, planned, tokens))
+        self._noted = _named(most, "memory") | _named(planned, "planned_memory")
+
+    def take(self) -> dict[str, float]:
+        """What was noted since the last call, equal on all ranks: bytes of the rank that holds most of each kind.
+
+        The standing memory and the plan are told once. Apart from the steps' own metrics, because it depends on where a
+        process began: a resumed run has the same metrics as one that was not interrupted.
+        """
+        noted, self._noted = self._noted, {}
+        return noted
+
+    def _planned(self, tokens: int) -> list[dict[str, int]]:
+        """Of each pipeline stage; on a GPU activations are the peak, elsewhere what is kept for the backward pass."""
+        on_gpu = self._parallel.device.type == "cuda"
+        return [
+            {
+                "parameters": stage.weights,
+                "gradients": stage.gradients,
+                "optimizer": stage.optimizer,
+                "activations": stage.activations + (max(stage.loss, stage.backward) if on_gpu else 0),
+            }
+            for stage in training_memory(self._args, tokens=tokens)
+        ]
+
+    def _largest(self, values: list[int]) -> list[int]:
+        most = torch.tensor(values, dtype=torch.int64, device=self._parallel.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return most.tolist()
+
+    def _standing(self) -> dict[str, int]:
+        """Bytes of this rank's device memory by kind, each piece of memory once."""
+        seen: set[int] = set()
+        sizes = {}
+        for kind, tensors in _held(self._stages, self._optimizer).items():
+            sizes[kind] = 0
+            for storage in (_local(tensor).untyped_storage() for tensor in tensors):
+                if storage.device == self._parallel.device and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    sizes[kind] += storage.nbytes()
+        return sizes
+
+
+def _held(stages: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, list[Tensor]]:
+    """Every tensor that stays from step to step."""
+    whole = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
+    held = holdings(whole, optimizer)
+    parameters, gradients, state = list(held["weights"]), list(held["gradients"]), list(held["optimizer"])
+    for stage in stages:
+        if stage in whole:
+            continue
+        parameters += stage.parameters()  # gathered, outside of a pass
+        for group in stage.param_and_grad_buffer.parameter_groups:
+            for buffer, kind in (
+                (group.model_weight_buffer, parameters),
+                (group.main_grad_buffer, gradients),
+                (group.main_weight_buffer, state),
+            ):
+                if buffer is not None:
+                    kind.append(buffer.data)
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state}
+
+
+class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
+    """`peak`: the most bytes that autograd's graphs, built inside the block, kept at one time.
+
+    Memory that several operations keep counts once, memory at an address of `ignored` (weights) not at all.
+    """
+
+    def __init__(self, ignored: set[int]) -> None:
+        super().__init__(self._keep, lambda kept: kept.tensor)
+        self.peak = 0
+        self._ignored = ignored
+        self._kept: dict[int, int] = {}  # address: how many operations keep it
+        self._bytes = 0
+
+    def __enter__(self) -> KeptForBackward:
+        super().__enter__()
+        return self
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        address, size = _address(tensor), tensor.untyped_storage().nbytes()
+        if address in self._ignored or not size:
+            return _Kept(tensor, lambda: None)
+        self._count(address, 1, size)
+        return _Kept(tensor, functools.partial(self._count, address, -1, size))
+
+    def _count(self, address: int, change: int, size: int) -> None:
+        before = self._kept.get(address, 0)
+        self._kept[address] = before + change
+        if not before:
+            self._bytes += size
+            self.peak = max(self.peak, self._bytes)
+        elif not self._kept[address]:
+            self._bytes -= size
+
+
+class _Kept:
+    """A tensor in a graph; goes when the graph lets go of it."""
+
+    def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
+        self.tensor = tensor
+        self._release = release
+
+    def __del__(self) -> None:
+        self._release()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is spread over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _address(tensor: Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
+def _named(sizes: dict[str, int], prefix: str) -> dict[str, float]:
+    return {f"{prefix}_{kind}": float(size) for kind, size in sizes.items()}
+
+
+def sentence(sizes: dict[str, int], planned: dict[str, int], tokens: int) -> str:
+    """ "parameters 1.20 GiB (planned 1.20 GiB), ...": `tokens` are those of the step's largest micro-batch."""
+    parts = [f"{kind} {gib(sizes[kind])} (planned {gib(planned[kind])})" for kind in KINDS]
+    return f"{', '.join(parts)} with micro-batches of up to {tokens:,} tokens"

@@ -1,0 +1,257 @@
+"""A rank's share of a rollout as the dict that users' functions see (`slimrl.hooks.train_hooks`), and back as columns.
+
+Promises that the built-in training reads what such a function left, and refuses what does not fit the samples. Called
+by the trainer between the log-probability passes and the first optimizer step.
+
+Advantages per response token of one rank's samples, from the rewards that came with them.
+
+The user's functions around a rank's training, found once and called where docs/hooks.md says.
+
+Promises that a function which raises is named with its flag, and that what it leaves behind fits the samples. Owned by
+the trainer; custom losses and corrections have a home of their own in `own_loss` and `own_parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.returns import discounted_returns, reward_at_the_end
+from slimrl.arguments import Arguments
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.hooks import BeforeLogProb, BeforeTrainStep, CustomAdvantage, Hook, HookFailedError, MegatronInit, named
+from slimrl.hooks import RolloutDataPostprocess as Postprocess
+from slimrl.megatron.training.forward_step import ResponseColumns
+
+
+def token_advantages(
+    args: Arguments,
+    batch: RolloutBatch,
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """`token_returns`; with --normalize-advantages whitened over the trained tokens of all data-parallel ranks.
+
+    These are the ranks of `group`.
+    """
+    returns = token_returns(args, batch, log_probs, ref_log_probs)
+    return whitened(returns, batch.loss_mask.to(returns.device), group) if args.normalize_advantages else returns
+
+
+def token_returns(args: Arguments, batch: RolloutBatch, log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:
+    """Float32 [response tokens of the rank]; group normalisation of the rewards has been done before.
+
+    - reinforce_plus_plus (Hu 2025, equations 3 and 4): the discounted return of the reward at the last trained token
+      and of -kl_coef * KL_t at every trained token.
+    - all others: the sample's reward - kl_coef * KL_t.
+    """
+    device = log_probs.device
+    lengths, mask = batch.response_lengths.to(device), batch.loss_mask.to(device)
+    penalty = torch.zeros_like(log_probs)
+    if args.kl_coef != 0.0 and ref_log_probs is not None:
+        penalty = args.kl_coef * kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
+    if args.advantage_estimator == "reinforce_plus_plus":
+        rewards = reward_at_the_end(batch.rewards.to(device), mask, lengths) - penalty.masked_fill(mask == 0, 0.0)
+        return discounted_returns(rewards, lengths, args.gamma)
+    return torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
+
+
+def whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(values - mean) / (std + 1e-8) with mean and unbiased std over the unmasked values of all ranks."""
+    trained = mask != 0
+    chosen = values[trained].double()
+    moments = torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum()])
+    dist.all_reduce(moments, group=group)
+    count, total = moments
+    mean = total / count.clamp(min=1)
+    squares = (chosen - mean).square().sum()
+    dist.all_reduce(squares, group=group)
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+    return ((values.double() - mean) / (deviation + 1e-8)).to(values.dtype)
+
+
+_INIT = "--custom-megatron-init-path"
+_BEFORE_LOG_PROB = "--custom-megatron-before-log-prob-hook-path"
+_BEFORE_STEP = "--custom-megatron-before-train-step-hook-path"
+ADVANTAGE = "--custom-advantage-function-path"
+POSTPROCESS = "--rollout-data-postprocess-path"
+
+
+def after_initialization(args: Arguments) -> None:
+    """What --custom-megatron-init-path asks for."""
+    if (function := _found(_INIT, args.custom_megatron_init_path, MegatronInit)) is not None:
+        function(args)
+
+
+class TrainingHooks:
+    """`advantages` and `postprocess` are None where slimrl does alone; both take `(args, …)` as their contracts say."""
+
+    def __init__(self, args: Arguments, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        self._args = args
+        self._model = list(model)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._before_log_prob = _found(_BEFORE_LOG_PROB, args.custom_megatron_before_log_prob_hook_path, BeforeLogProb)
+        self._before_step = _found(_BEFORE_STEP, args.custom_megatron_before_train_step_hook_path, BeforeTrainStep)
+        self.advantages = _found(ADVANTAGE, args.custom_advantage_function_path, CustomAdvantage)
+        self.postprocess = _found(POSTPROCESS, args.rollout_data_postprocess_path, Postprocess)
+
+    @property
+    def see_rollout_data(self) -> bool:
+        """Whether any function, a custom loss too, wants the rank's share of a rollout as a dict."""
+        own_loss = self._args.loss_type == "custom_loss"
+        return own_loss or self.advantages is not None or self.postprocess is not None
+
+    def before_log_probs(self, store_prefix: str) -> None:
+        """`store_prefix` is "ref_" while the reference's weights are in place."""
+        if self._before_log_prob is not None:
+            self._before_log_prob(self._args, self._model, store_prefix)
+
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """Gradients are zero."""
+        if self._before_step is not None:
+            self._before_step(self._args, rollout_id, step_id, self._model, self._optimizer, self._scheduler)
+
+
+def _found(flag: str, path: str | None, contract: type[Hook]) -> Callable[..., Any] | None:
+    return None if path is None else named(flag, path, contract)
+
+
+RolloutData = dict[str, Any]
+
+
+def judged(
+    args: Arguments,
+    hooks: TrainingHooks,
+    rollout_id: int,
+    batch: RolloutBatch,
+    log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[ResponseColumns, RolloutData | None]:
+    """What the loss needs beside the model, and the dict that a custom loss sees of it (None where nobody asks).
+
+    `log_probs` [response tokens of the rank] are None for a loss without advantages; `group` are the data-parallel
+    ranks. Raises HookFailedError where a user's function raises or leaves what does not fit.
+    """
+    columns = {"loss_masks": batch.loss_mask.to(device, copy=True)}
+    if log_probs is not None:
+        columns |= {"log_probs": log_probs, "rollout_log_probs": batch.rollout_log_probs.to(device, copy=True)}
+    if ref_log_probs is not None:
+        columns["ref_log_probs"] = ref_log_probs
+    data = _as_dict(batch, columns, device) if hooks.see_rollout_data else None
+    if log_probs is not None:
+        if data is not None:
+            data["kl"] = _split(_kl(args, log_probs, ref_log_probs), batch)
+        columns["advantages"] = _advantages(args, hooks, batch, columns, data, group)
+    if hooks.postprocess is not None:
+        hooks.postprocess(args, rollout_id, data)
+        _check_unchanged(data, batch, f"{POSTPROCESS} {args.rollout_data_postprocess_path}")
+    if hooks.advantages is not None or hooks.postprocess is not None:
+        flag = POSTPROCESS if hooks.postprocess is not None else ADVANTAGE
+        columns = {name: _joined(data, name, batch, flag, device) for name in columns}
+    return _as_columns(args, columns), data
+
+
+def _advantages(
+    args: Arguments,
+    hooks: TrainingHooks,
+    batch: RolloutBatch,
+    columns: dict[str, Tensor],
+    data: RolloutData | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """By the user's function or the estimator; also put into `data`."""
+    if hooks.advantages is None:
+        values = token_advantages(args, batch, columns["log_probs"], columns.get("ref_log_probs"), group)
+    else:
+        hooks.advantages(args, data)
+        where = f"{ADVANTAGE} {args.custom_advantage_function_path}"
+        _check_unchanged(data, batch, where)
+        values = _joined(data, "advantages", batch, where, columns["log_probs"].device)
+        data.setdefault("returns", data["advantages"])
+        if args.normalize_advantages:
+            values = whitened(values, columns["loss_masks"], group)
+    if data is not None:
+        data["advantages"] = _split(values, batch)
+        data.setdefault("returns", data["advantages"])
+    return values
+
+
+def _as_dict(batch: RolloutBatch, columns: dict[str, Tensor], device: torch.device) -> RolloutData:
+    """The entries are parts of the columns themselves: what is changed in place is changed there, never in `batch`."""
+    return {
+        "tokens": list(batch.tokens.to(device, copy=True).split(batch.total_lengths.tolist())),
+        "total_lengths": batch.total_lengths.tolist(),
+        "response_lengths": batch.response_lengths.tolist(),
+        "rewards": batch.rewards.tolist(),
+        "raw_reward": batch.raw_rewards.tolist(),
+        "truncated": batch.truncated.tolist(),
+        "sample_indices": batch.sample_ids.tolist(),
+        "rollout_ids": batch.group_ids.tolist(),
+        "rollout_log_probs": _split(batch.rollout_log_probs.to(device, copy=True), batch),
+        **{name: _split(values, batch) for name, values in columns.items()},
+    }
+
+
+def _split(values: Tensor, batch: RolloutBatch) -> list[Tensor]:
+    return list(values.split(batch.response_lengths.tolist()))
+
+
+def _joined(data: RolloutData, name: str, batch: RolloutBatch, where: str, device: torch.device) -> Tensor:
+    """One column again. Raises HookFailedError where an entry is missing or has another length."""
+    lengths = batch.response_lengths.tolist()
+    if name not in data:
+        raise HookFailedError(f'{where} left no rollout_data["{name}"]: set it to a list of one tensor per sample')
+    found = [list(entry.shape) if isinstance(entry, Tensor) else type(entry).__name__ for entry in data[name]]
+    if found != [[length] for length in lengths]:
+        wrong = next((row for row, (shape, n) in enumerate(zip(found, lengths, strict=False)) if shape != [n]), None)
+        what = (
+            f"has {len(found)} entries for {len(lengths)} samples"
+            if wrong is None
+            else f"has {found[wrong]} at sample {data['sample_indices'][wrong]}, whose response has {lengths[wrong]}"
+        )
+        raise HookFailedError(f'{where}: rollout_data["{name}"] {what}: give a tensor [response length] per sample')
+    if not lengths:
+        return torch.zeros(0, device=device)
+    return torch.cat([entry.detach() for entry in data[name]]).to(device, torch.float32)
+
+
+def _check_unchanged(data: RolloutData, batch: RolloutBatch, where: str) -> None:
+    """Micro-batches are packed by now: other tokens would not be trained on."""
+    same = (
+        data.get("total_lengths") == batch.total_lengths.tolist()
+        and data.get("response_lengths") == batch.response_lengths.tolist()
+        and torch.equal(torch.cat([*data.get("tokens", []), batch.tokens.new_zeros(0)]).cpu(), batch.tokens)
+    )
+    if not same:
+        raise HookFailedError(
+            f"{where} changed tokens or lengths, which are packed already: take tokens out by loss_masks, or make other"
+            " samples with --custom-convert-samples-to-train-data-path"
+        )
+
+
+def _kl(args: Arguments, log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:
+    if args.kl_coef == 0.0 or ref_log_probs is None:
+        return torch.zeros_like(log_probs)
+    return kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
+
+
+def _as_columns(args: Arguments, columns: dict[str, Tensor]) -> ResponseColumns:
+    if "log_probs" not in columns:
+        return ResponseColumns.without_policy(columns["loss_masks"])
+    return ResponseColumns(
+        old_log_probs=columns["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"],
+        train_log_probs=columns["log_probs"],
+        rollout_log_probs=columns["rollout_log_probs"],
+        ref_log_probs=columns.get("ref_log_probs"),
+        advantages=columns["advantages"],
+        loss_mask=columns["loss_masks"],
+    )

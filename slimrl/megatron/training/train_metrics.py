@@ -1,0 +1,224 @@
+"""What training knows of a rollout as plain means over its samples, and how fast it was trained on.
+
+Promises the same numbers in every layout: sums in float64 over the data-parallel ranks, in one collective. Called by
+the trainer, once per rollout. Names: `slimrl.observability.metrics.registry`.
+
+Adds up what micro-batches and data-parallel ranks report about one optimizer step, and tells every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.reduction import sample_mean_weights
+from slimrl.arguments import Arguments
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.hooks import HookFailedError
+from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
+from slimrl.megatron.training.custom_loss import added_metrics
+from slimrl.megatron.training.forward_step import ResponseColumns
+from slimrl.megatron.training.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSettings, PolicyLossSums
+from slimrl.models.model_spec import shape_of
+from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
+
+CORRECT_REWARD = 1.0
+_OF_EVERY_SAMPLE = ("rollout/rewards", "rollout/truncated", "rollout/response_lengths", "rollout/total_lengths")
+# passes over the model -> what they cost in forward passes
+_PASSES = {"ref_log_probs": 1, "log_probs": 1, "actor_train": FORWARD_AND_BACKWARD}
+
+
+class PhaseTimes:
+    """Seconds of a rollout's phases on this rank; a phase ends when its work on the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time of a block."""
+        started = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+
+def rollout_report(
+    args: Arguments,
+    batch: RolloutBatch,
+    columns: ResponseColumns,
+    returns: Tensor | None,
+    entropy: Tensor | None,
+    seconds: dict[str, float],
+    parallel: ParallelState,
+) -> dict[str, float]:
+    """Means of all samples and speeds, equal on every rank but for the seconds; collective over data-parallel ranks.
+
+    `returns` and `entropy` are float32 [response tokens] where they are known; `seconds` by phase (`PhaseTimes`).
+    """
+    sums = {
+        "samples": float(len(batch)),
+        "tokens": float(batch.total_lengths.sum()),
+        "flops": float(forward_flops(shape_of(args), batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
+        **dict(zip(_OF_EVERY_SAMPLE, _plain_sums(batch), strict=True)),
+    }
+    if args.compute_advantages_and_returns:
+        sums |= _policy_sums(args, batch, columns, returns, entropy)
+    values = torch.tensor(list(sums.values()), dtype=torch.float64, device=parallel.device)
+    dist.all_reduce(values, group=parallel.dp_group)
+    total = dict(zip(sums, values.tolist(), strict=True))
+    samples, tokens, flops = total.pop("samples"), total.pop("tokens"), total.pop("flops")
+    trained, correct = total.pop("trained", 0.0), total.pop("correct", 0.0)
+    of_correct = total.pop("rollout/correct_entropy", 0.0)
+    means = {name: value / max(samples if name in _OF_EVERY_SAMPLE else trained, 1.0) for name, value in total.items()}
+    if correct:
+        means["rollout/correct_entropy"] = of_correct / correct
+    return means | _speeds(seconds, tokens, flops, parallel.world_size)
+
+
+def _plain_sums(batch: RolloutBatch) -> list[float]:
+    columns = (batch.rewards.double(), batch.truncated, batch.response_lengths, batch.total_lengths)
+    return [float(column.sum()) for column in columns]
+
+
+def _policy_sums(
+    args: Arguments, batch: RolloutBatch, columns: ResponseColumns, returns: Tensor | None, entropy: Tensor | None
+) -> dict[str, float]:
+    """Sums over samples, those without trained tokens left out, of the means over their trained tokens."""
+    mask, lengths = columns.loss_mask, batch.response_lengths.to(columns.loss_mask.device)
+    weights = sample_mean_weights(mask, lengths).double()
+    sample_of_token = torch.repeat_interleave(torch.arange(len(batch), device=mask.device), lengths)
+
+    def per_sample(values: Tensor) -> Tensor:
+        """Float64 [samples]."""
+        weighted = values.masked_fill(mask == 0, 0.0).double() * weights
+        return weighted.new_zeros(len(batch)).index_add_(0, sample_of_token, weighted)
+
+    train, rollout = columns.train_log_probs, columns.rollout_log_probs
+    trained = (per_sample(torch.ones_like(mask)) > 0).double()
+    of_samples = {
+        "trained": trained,
+        "rollout/log_probs": per_sample(train),
+        "rollout/rollout_log_probs": per_sample(rollout),
+        "rollout/advantages": per_sample(columns.advantages),
+    }
+    if columns.ref_log_probs is not None:
+        of_samples["rollout/ref_log_probs"] = per_sample(columns.ref_log_probs)
+        of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, args.kl_loss_type))
+    if returns is not None:
+        of_samples["rollout/returns"] = per_sample(returns)
+    if entropy is not None:
+        of_samples["rollout/entropy"] = per_sample(entropy)
+        if args.log_correct_samples:
+            correct = (batch.raw_rewards >= CORRECT_REWARD).to(mask.device).double() * trained
+            of_samples |= {"correct": correct, "rollout/correct_entropy": of_samples["rollout/entropy"] * correct}
+    if args.get_mismatch_metrics:
+        of_samples |= _mismatch(per_sample(train), per_sample(rollout), per_sample(_k3(train, rollout)))
+    sums = torch.stack([(values * trained).sum() for values in of_samples.values()])
+    return dict(zip(of_samples, sums.tolist(), strict=True))
+
+
+def _k3(train: Tensor, rollout: Tensor) -> Tensor:
+    """exp(d) - 1 - d with d = train - rollout: the KL to training's of the engines' policy, who drew the tokens."""
+    gap = train - rollout
+    return gap.expm1() - gap
+
+
+def _mismatch(train: Tensor, rollout: Tensor, k3: Tensor) -> dict[str, Tensor]:
+    """From mean log-probabilities, float64 [samples]; names without prefix are the first optimizer step's."""
+    return {
+        "mismatch_kl": rollout - train,
+        "mismatch_k3_kl": k3,
+        "mismatch_training_ppl": (-train).exp(),
+        "mismatch_rollout_ppl": (-rollout).exp(),
+        "mismatch_log_ppl_abs_diff": (train - rollout).abs(),
+    }
+
+
+def _speeds(seconds: dict[str, float], tokens: float, flops: float, world_size: int) -> dict[str, float]:
+    found = {f"perf/{name}_time": value for name, value in seconds.items()}
+    for name, passes in _PASSES.items():
+        if name in seconds:
+            found[f"perf/{name}_tflops"] = passes * flops / seconds[name] / world_size / 1e12
+    if "actor_train" in seconds:
+        found["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
+    return found
+
+
+# what the trainer and the driver add to a step's metrics afterwards
+_LATER = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
+_LATER_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
+
+
+def reduce_step(
+    sums: Sequence[PolicyLossSums], settings: PolicyLossSettings, parallel: ParallelState
+) -> dict[str, float]:
+    """The step's metrics by name, equal on every rank; collective over all ranks.
+
+    `sums` are this rank's micro-batches, made with `settings`, of interest only on the last pipeline stage. They are
+    added in float64, so that the numbers printed do not depend on the cut of the batch. Raises HookFailedError, on
+    every rank, where a metric of a function of the user's has a name that is taken.
+    """
+    weighted_names = settings.weighted_names
+    count_of_totals = 1 + len(weighted_names) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
+    values = torch.zeros(count_of_totals + len(MAXIMUM_NAMES), dtype=torch.float64, device=parallel.device)
+    if parallel.is_last_stage:
+        totals, maxima = values.split([count_of_totals, len(MAXIMUM_NAMES)])
+        for entry in sums:
+            totals += torch.cat([entry.count.double().reshape(1), entry.weighted, entry.by_token])
+            torch.maximum(maxima, entry.maxima, out=maxima)
+        if parallel.dp_size > 1:
+            dist.all_reduce(totals, group=parallel.dp_group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
+    totals, maxima = parallel.from_last_stage(values).split([count_of_totals, len(MAXIMUM_NAMES)])
+    count, *numbers = totals.tolist()
+    weighted, by_token = numbers[: len(weighted_names)], numbers[len(weighted_names) :]
+    tokens = by_token.pop()
+    metrics = {name: value / max(count, 1.0) for name, value in zip(weighted_names, weighted, strict=True)}
+    if settings.compares_policies:
+        metrics |= {name: value / max(tokens, 1.0) for name, value in zip(TOKEN_NAMES, by_token, strict=True)}
+        metrics |= dict(zip(MAXIMUM_NAMES, maxima.tolist(), strict=True))
+    if settings.own:
+        metrics.pop("ratio_max_abs_diff", None)  # its ratio, if it has one, is its own
+    if settings.own or settings.own_parts.correction is not None:
+        own = _own_metrics(sums, parallel)
+        _check_names(own, metrics, settings)
+        metrics |= {name: value / max(count, 1.0) for name, value in own.items()}
+    return metrics | {"tokens": tokens}
+
+
+def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossSettings) -> None:
+    """A user's metric must not take the place of one of slimrl's, which the run is judged and guarded by."""
+    where = CUSTOM_LOSS if settings.own else settings.own_parts.correction_name
+    taken = {*metrics, *_LATER}
+    for name in own:
+        if "/" in name:
+            raise HookFailedError(f"{where} returned a metric {name}, which names another section: leave the / out")
+        if name in taken or name.startswith(_LATER_FAMILIES):
+            raise HookFailedError(f"{where} returned a metric {name}, which slimrl logs: give another name")
+
+
+def _own_metrics(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
+    """What functions of the user's report, whose names only the last stages know, added up over all ranks."""
+    counts = parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0
+    of_ranks: list[dict[str, float]] = [{} for _ in range(parallel.world_size)]
+    dist.all_gather_object(of_ranks, added_metrics(list(sums)) if counts else {})
+    return {
+        name: math.fsum(own.get(name, 0.0) for own in of_ranks)
+        for name in sorted({key for own in of_ranks for key in own})
+    }

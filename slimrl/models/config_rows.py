@@ -1,0 +1,227 @@
+"""The rows of a family's table: how config.json states the value of a flag.
+
+Values that the file leaves out are the model class's own defaults. Called by the tables, the comparison and whoever
+needs a model's flags from its config.json.
+
+Rotary positions in config.json: `rope_parameters` in newer files, `rope_theta` and `rope_scaling` in older ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A flag that takes a value.
+
+    `read` gives the value that config.json states: None where there is no such thing, which `absent` then names (or
+    where the file does not say, if `absent` is None, and nothing is compared). `keys` are the names under which the
+    file may have it, for messages. Leaving the flag out stands for `unset`; None: for no such thing, where `absent`
+    says that a model may have none, else for a flag that another rule asks for.
+    """
+
+    field: str
+    keys: tuple[str, ...]
+    read: Callable[[Config], Any]
+    absent: str | None = None
+    unset: Any = None
+
+    def key(self, config: Config) -> str:
+        """The name that the file has."""
+        return next((key for key in self.keys if key in config), self.keys[0])
+
+    def stated(self, config: Config) -> Any:
+        """The field's value as config.json states it."""
+        return self.read(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A flag that is given or not: `flag` is its spelling, `says` what a message quotes from config.json."""
+
+    field: str
+    flag: str
+    is_on: Callable[[Config], bool]
+    says: Callable[[Config], str]
+
+    def stated(self, config: Config) -> bool:
+        """The field's value as config.json states it; a flag that disables something sets its field to False."""
+        return self.is_on(config) is not self.flag.startswith("--disable")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPattern(Value):
+    """A flag that says of each layer 0 or 1, or a number N for every N-th."""
+
+
+Row = Value | Switch
+
+
+@dataclasses.dataclass(frozen=True)
+class Unserved:
+    """Something a config.json may ask for that cannot be trained: `found` names it, or gives None."""
+
+    found: Callable[[Config], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyTable:
+    """All that one family's config.json says about flags; `rows` by field."""
+
+    model_type: str
+    rows: dict[str, Row]
+    unserved: tuple[Unserved, ...]
+
+
+def value(field: str, *keys: str, default: Any = None, absent: str | None = None, unset: Any = None) -> Value:
+    """The flag is what the first of `keys` says, `default` where the file has none of them."""
+    return Value(field, keys, lambda config: first(config, *keys, default=default), absent, unset)
+
+
+def computed(
+    field: str, key: str, read: Callable[[Config], Any], absent: str | None = None, unset: Any = None
+) -> Value:
+    """The flag follows from the file by `read`; `key` is what a message calls it."""
+    return Value(field, (key,), read, absent, unset)
+
+
+def not_there(field: str, absent: str) -> Value:
+    """The family has no such thing."""
+    return Value(field, (field,), lambda _: None, absent)
+
+
+def always(field: str, flag: str, on: bool) -> Switch:
+    """The family has it, or has it not, whatever else config.json says."""
+    return Switch(field, flag, lambda _: on, lambda config: f"model_type {config['model_type']!r}")
+
+
+def switched(field: str, flag: str, key: str, *, default: bool, reverse: bool = False) -> Switch:
+    """`key` says it; with `reverse` the flag is given where `key` is false."""
+
+    def stated(config: Config) -> bool:
+        return bool(first(config, key, default=default))
+
+    return Switch(
+        field, flag, lambda config: stated(config) is not reverse, lambda config: f"{key} {str(stated(config)).lower()}"
+    )
+
+
+def wrong(key: str, served: Any) -> Unserved:
+    """Any value of `key` but `served` (or none) cannot be trained."""
+
+    def found(config: Config) -> str | None:
+        given = first(config, key, default=served)
+        text = str(given).lower() if isinstance(given, bool) else repr(given)
+        return None if given == served else f"{key} {text}"
+
+    return Unserved(found)
+
+
+def first(config: Config, *keys: str, default: Any = None) -> Any:
+    """The value of the first key that the file has with a value."""
+    return next((config[key] for key in keys if config.get(key) is not None), default)
+
+
+_OLDER_KEYS = ("rope_theta", "partial_rotary_factor")
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """All of them under one roof."""
+    older = {key: config[key] for key in _OLDER_KEYS if config.get(key) is not None}
+    nested = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+    for entries in nested:
+        older |= entries if isinstance(entries, dict) else {}
+    return older
+
+
+def kind(config: Config) -> str:
+    """`default` for plain rotary positions, else the name of the scaling."""
+    rope = settings(config)
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def base() -> Value:
+    """Theta, a whole number where it is one."""
+
+    def read(config: Config) -> int | float:
+        theta = settings(config).get("rope_theta", 10000)
+        return int(theta) if theta == int(theta) else theta
+
+    return computed("rotary_base", "rope_theta", read)
+
+
+def percent(default: float) -> Value:
+    """The part of a head that is rotated."""
+    return computed(
+        "rotary_percent",
+        "partial_rotary_factor",
+        lambda config: settings(config).get("partial_rotary_factor", default),
+    )
+
+
+def llama3_scaling() -> Switch:
+    """Llama 3's scaling of the frequencies."""
+    return Switch(
+        "use_rope_scaling",
+        "--use-rope-scaling",
+        lambda config: kind(config) == "llama3",
+        lambda config: "llama3 rope scaling" if kind(config) == "llama3" else "no llama3 rope scaling",
+    )
+
+
+def llama3_factor() -> Value:
+    """Its factor."""
+    return computed(
+        "rope_scaling_factor",
+        "rope factor",
+        lambda config: settings(config).get("factor") if kind(config) == "llama3" else None,
+    )
+
+
+def yarn(field: str, key: str, default: float | None = None) -> Value:
+    """One setting of YaRN, which plain positions do not have."""
+    return computed(
+        field, f"rope {key}", lambda config: settings(config).get(key, default) if kind(config) == "yarn" else None
+    )
+
+
+def scaling_factor() -> Value:
+    """YaRN's factor; a factor of 1 is plain rotary positions."""
+    return computed(
+        "rotary_scaling_factor",
+        "rope factor",
+        lambda config: settings(config)["factor"] if kind(config) == "yarn" else 1.0,
+    )
+
+
+def yarn_type() -> Value:
+    """--rope-type, which decides nothing at a factor of 1."""
+    return computed("rope_type", "rope type", lambda config: "yarn" if kind(config) == "yarn" else None, unset="yarn")
+
+
+def only(*served: str) -> Unserved:
+    """Kinds of positions other than `served` cannot be trained."""
+    return Unserved(lambda config: None if kind(config) in served else f"rope type {kind(config)!r}")
+
+
+def yarn_with_own_factor() -> Unserved:
+    """Settings of YaRN that Megatron has no flag for, or computes otherwise than transformers does."""
+
+    def found(config: Config) -> str | None:
+        rope = settings(config)
+        if kind(config) != "yarn":
+            return None
+        if rope.get("attention_factor") is not None:
+            return f"rope attention_factor {rope['attention_factor']}"
+        if rope.get("truncate", True) is False:
+            return "rope truncate false"
+        if not rope.get("mscale_all_dim") and (rope.get("mscale") or 1.0) != 1.0:
+            return f"rope mscale {rope['mscale']} without mscale_all_dim"
+        return None
+
+    return Unserved(found)

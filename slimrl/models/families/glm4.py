@@ -1,0 +1,77 @@
+"""GLM-4 (dense): norms after attention and feed-forward too; gate and up projection stored as one tensor.
+
+GLM-4.5 and 4.6: dense layers first, then experts with a bias on their choice and a shared expert.
+
+Query and key norms and attention biases are there or not by config.json. The layer after the last one predicts a
+further token; it is carried over from the original folder, not trained.
+
+GLM-4.7-Flash: GLM-4.5's experts with DeepSeek-V3's latent attention, which together are DeepSeek-V3's tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slimrl.models.families import deepseek_v3, param_mapping
+from slimrl.models.families.param_mapping import HF_LAYER, MEGATRON_LAYER, ExtraLayers, Family, HfTensor, Layout, Row
+
+POST_ATTENTION_NORM = Row(
+    megatron=(MEGATRON_LAYER + "post_self_attn_layernorm.weight",),
+    hf=(HfTensor(HF_LAYER + "post_self_attn_layernorm.weight", ("hidden",)),),
+)
+GATE_UP = Row(
+    megatron=param_mapping.GATE_UP.megatron,
+    hf=(HfTensor(HF_LAYER + "mlp.gate_up_proj.weight", ("twice_ffn", "hidden")),),
+    layout=Layout.PACKED_GATE_UP,
+    shard_dim=0,
+)
+POST_MLP_NORM = Row(
+    megatron=(MEGATRON_LAYER + "post_mlp_layernorm.weight",),
+    hf=(HfTensor(HF_LAYER + "post_mlp_layernorm.weight", ("hidden",)),),
+)
+
+GLM4 = Family(
+    model_type="glm4",
+    embedding=param_mapping.EMBEDDING,
+    layer=(
+        param_mapping.ATTENTION_NORM,
+        param_mapping.QKV,
+        param_mapping.QKV_BIAS,
+        param_mapping.ATTENTION_OUTPUT,
+        POST_ATTENTION_NORM,
+        param_mapping.MLP_NORM,
+        GATE_UP,
+        param_mapping.DOWN,
+        POST_MLP_NORM,
+    ),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+)
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    embedding=param_mapping.EMBEDDING,
+    layer=(
+        param_mapping.ATTENTION_NORM,
+        param_mapping.QKV,
+        param_mapping.QKV_BIAS,
+        param_mapping.QUERY_NORM,
+        param_mapping.KEY_NORM,
+        param_mapping.ATTENTION_OUTPUT,
+        param_mapping.MLP_NORM,
+        param_mapping.GATE_UP,
+        param_mapping.DOWN,
+        param_mapping.ROUTER,
+        param_mapping.EXPERT_BIAS,
+        param_mapping.EXPERT_GATE_UP,
+        param_mapping.EXPERT_DOWN,
+        *param_mapping.shared_experts("shared_experts"),
+    ),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    extra_layers=ExtraLayers("model.layers.{layer}.", after_decoder=True),
+)
+
+
+GLM4_MOE_LITE: Family = dataclasses.replace(deepseek_v3.DEEPSEEK_V3, model_type="glm4_moe_lite")

@@ -1,0 +1,22 @@
+"""Dense Llama 2 and 3: no biases, no query or key norms."""
+
+from __future__ import annotations
+
+from slimrl.models.families import param_mapping
+from slimrl.models.families.param_mapping import Family
+
+LLAMA = Family(
+    model_type="llama",
+    embedding=param_mapping.EMBEDDING,
+    layer=(
+        param_mapping.ATTENTION_NORM,
+        param_mapping.QKV,
+        param_mapping.ATTENTION_OUTPUT,
+        param_mapping.MLP_NORM,
+        param_mapping.GATE_UP,
+        param_mapping.DOWN,
+    ),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    fixed_config=(("attention_bias", False), ("mlp_bias", False)),
+)

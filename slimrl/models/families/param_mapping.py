@@ -1,0 +1,384 @@
+"""What a family's table is made of: `Row` (one Megatron tensor and its Hugging Face parts) and `Family`.
+
+A table is data only; `slimrl.weights.reshard` holds the arithmetic that moves a row in either direction. Called by
+the loader, the exporter, the converters and the checks, so that they cannot disagree about a name.
+
+The rows that dense decoder families share: embedding, attention, gated MLP, RMS norms, head.
+
+The rows of mixture-of-experts layers: router, experts, shared experts.
+
+Hugging Face's published layout has one tensor per expert and projection; families differ in the names of the shared
+experts only. Megatron-core keeps experts one by one (SequentialMLP) or grouped (Transformer Engine).
+
+The rows of multi-head latent attention: queries and keys-values pass through narrow, normalised vectors.
+
+A query latent is there or not by config.json. The projections down to the latents are whole on every tensor-parallel
+rank; those up from them are divided by heads. Rotary channels stay in the stored order (pairs side by side), which
+is the one that megatron-core's latent attention expects too. Engines keep both projections down as one matrix, which
+they only write when they are given both at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from enum import Enum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slimrl.models.model_spec import ModelShape
+
+
+# buffers that some exporters write next to the weights; they follow from the config, so readers skip them
+NON_PARAMETER_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+class Layout(Enum):
+    """How the Hugging Face parts of a row make up its Megatron tensor."""
+
+    PLAIN = "plain"  # one part, taken as it is
+    QKV = "qkv"  # three parts; per key-value group: its query heads, then its key head, then its value head
+    GATE_UP = "gate_up"  # two parts; per tensor-parallel shard: its gate rows, then its up rows
+    PACKED_GATE_UP = "packed_gate_up"  # one part whose first half is the gate; Megatron's side is that of GATE_UP
+
+
+class Layers(Enum):
+    """Which layers have the tensor of a row."""
+
+    ALL = "all"
+    DENSE = "dense"  # the layers without experts; every layer of a model without experts
+    MOE = "moe"  # the layers with experts
+
+
+@dataclasses.dataclass(frozen=True)
+class HfTensor:
+    """One Hugging Face tensor: its name and its dimensions in terms of `ModelShape.dimension`."""
+
+    name: str
+    dims: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One Megatron tensor and the Hugging Face tensors it holds.
+
+    `megatron` lists the spellings of the same tensor (layer specs differ in where a norm or an expert lives);
+    exactly one of them exists in a model. `{layer}` stands for the global layer number and `{expert}` for the global
+    expert number, both counted from 0. `layers` says which layers have it, `when` names the property of the model
+    (`ModelShape.has`) without which there is no such tensor. `shard_dim` is the dimension that tensor parallelism
+    (for an expert: expert tensor parallelism) divides, None for replicated tensors. `with_next`: the engines only take
+    its tensor together with that of the following row, so both travel in one piece.
+    A first dimension called "vocab" is padded with zero rows on the Megatron side.
+    """
+
+    megatron: tuple[str, ...]
+    hf: tuple[HfTensor, ...]
+    layout: Layout = Layout.PLAIN
+    shard_dim: int | None = None
+    layers: Layers = Layers.ALL
+    when: str | None = None
+    with_next: bool = False
+    expert: int | None = None  # the expert's number, once `at` has filled it in
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether the row stands for one tensor in each layer."""
+        return "{layer}" in self.megatron[0]
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether the row stands for one tensor in each expert."""
+        return "{expert}" in self.megatron[0]
+
+    @property
+    def padded_vocab(self) -> bool:
+        """Whether the Megatron tensor has zero rows after the true vocabulary."""
+        return self.hf[0].dims[0] == "vocab"
+
+    def at(self, layer: int, expert: int | None = None) -> Row:
+        """The row of one layer (and one expert), its names filled in."""
+        return dataclasses.replace(
+            self,
+            megatron=tuple(name.format(layer=layer, expert=expert) for name in self.megatron),
+            hf=tuple(HfTensor(part.name.format(layer=layer, expert=expert), part.dims) for part in self.hf),
+            expert=expert,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraLayers:
+    """Layers of a checkpoint that predict further tokens (MTP), which are not trained here.
+
+    `prefix` begins their tensors' names; `{layer}` counts from the number of decoder layers where
+    `after_decoder`, else from 0. config.json gives their number under `count_key`.
+    """
+
+    prefix: str
+    after_decoder: bool
+    count_key: str = "num_nextn_predict_layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family's table: the rows before the layers, of each layer, after the layers, and the untied head."""
+
+    model_type: str
+    embedding: Row
+    layer: tuple[Row, ...]
+    final_norm: Row
+    head: Row
+    extra_layers: ExtraLayers | None = None
+    # config entries that must have this value (or be absent), because the table has no rows for others
+    fixed_config: tuple[tuple[str, Any], ...] = ()
+
+    def check_config(self, hf_config: dict[str, Any]) -> None:
+        """Raises ValueError where the config asks for tensors that this table has no rows for."""
+        for key, value in self.fixed_config:
+            if key in hf_config and hf_config[key] != value:
+                raise ValueError(
+                    f"config.json of model_type {self.model_type} has {key} = {hf_config[key]!r};"
+                    f" the table of weights describes only {key} = {value!r}: use such a model or extend the table"
+                )
+
+    def rows(self, shape: ModelShape) -> Iterator[Row]:
+        """Every row of a whole model, names filled in, in the order of the forward pass.
+
+        Experts come one after another, each with all of its rows.
+        """
+        yield self.embedding
+        present = [row for row in self.layer if row.when is None or shape.has(row.when)]
+        kinds = {
+            moe: [row for row in present if row.layers in (Layers.ALL, Layers.MOE if moe else Layers.DENSE)]
+            for moe in (False, True)
+        }
+        for layer in range(shape.num_layers):
+            for per_expert, group in groupby(kinds[shape.is_moe_layer(layer)], key=lambda row: row.per_expert):
+                rows = tuple(group)
+                for expert in range(shape.num_experts) if per_expert else (None,):
+                    for row in rows:
+                        yield row.at(layer, expert)
+        yield self.final_norm
+        if not shape.tied:
+            yield self.head
+
+    def hf_names(self, shape: ModelShape) -> list[str]:
+        """The name of every Hugging Face tensor that a checkpoint must have, each once."""
+        return [part.name for row in self.rows(shape) for part in row.hf]
+
+    def names_with_next(self, shape: ModelShape) -> frozenset[str]:
+        """The Hugging Face tensors that must reach an engine in one piece with the one after them."""
+        return frozenset(row.hf[0].name for row in self.rows(shape) if row.with_next)
+
+    def carried_prefixes(self, hf_config: dict[str, Any]) -> tuple[str, ...]:
+        """How the names begin of tensors that are neither loaded nor trained, but kept for the way back.
+
+        Whoever writes a Hugging Face folder copies them from the folder that training started from.
+        """
+        extra = self.extra_layers
+        if extra is None:
+            return ()
+        first = hf_config["num_hidden_layers"] if extra.after_decoder else 0
+        count = hf_config.get(extra.count_key) or 0
+        return tuple(extra.prefix.format(layer=first + number) for number in range(count))
+
+
+HF_LAYER = "model.layers.{layer}."
+MEGATRON_LAYER = "decoder.layers.{layer}."
+
+EMBEDDING = Row(
+    megatron=("embedding.word_embeddings.weight",),
+    hf=(HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
+    shard_dim=0,
+)
+ATTENTION_NORM = Row(
+    # the second spelling is that of specs which fuse the norm into the following linear layer
+    megatron=(
+        MEGATRON_LAYER + "input_layernorm.weight",
+        MEGATRON_LAYER + "self_attention.linear_qkv.layer_norm_weight",
+    ),
+    hf=(HfTensor(HF_LAYER + "input_layernorm.weight", ("hidden",)),),
+)
+QKV = Row(
+    megatron=(MEGATRON_LAYER + "self_attention.linear_qkv.weight",),
+    hf=(
+        HfTensor(HF_LAYER + "self_attn.q_proj.weight", ("queries", "hidden")),
+        HfTensor(HF_LAYER + "self_attn.k_proj.weight", ("keys", "hidden")),
+        HfTensor(HF_LAYER + "self_attn.v_proj.weight", ("keys", "hidden")),
+    ),
+    layout=Layout.QKV,
+    shard_dim=0,
+)
+QKV_BIAS = Row(
+    megatron=(MEGATRON_LAYER + "self_attention.linear_qkv.bias",),
+    hf=(
+        HfTensor(HF_LAYER + "self_attn.q_proj.bias", ("queries",)),
+        HfTensor(HF_LAYER + "self_attn.k_proj.bias", ("keys",)),
+        HfTensor(HF_LAYER + "self_attn.v_proj.bias", ("keys",)),
+    ),
+    layout=Layout.QKV,
+    shard_dim=0,
+    when="qkv_bias",
+)
+QUERY_NORM = Row(
+    megatron=(MEGATRON_LAYER + "self_attention.q_layernorm.weight",),
+    hf=(HfTensor(HF_LAYER + "self_attn.q_norm.weight", ("head",)),),
+    when="qk_layernorm",
+)
+KEY_NORM = Row(
+    megatron=(MEGATRON_LAYER + "self_attention.k_layernorm.weight",),
+    hf=(HfTensor(HF_LAYER + "self_attn.k_norm.weight", ("head",)),),
+    when="qk_layernorm",
+)
+ATTENTION_OUTPUT = Row(
+    megatron=(MEGATRON_LAYER + "self_attention.linear_proj.weight",),
+    hf=(HfTensor(HF_LAYER + "self_attn.o_proj.weight", ("hidden", "queries")),),
+    shard_dim=1,
+)
+MLP_NORM = Row(
+    megatron=(
+        MEGATRON_LAYER + "pre_mlp_layernorm.weight",
+        MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight",
+    ),
+    hf=(HfTensor(HF_LAYER + "post_attention_layernorm.weight", ("hidden",)),),
+)
+GATE_UP = Row(
+    megatron=(MEGATRON_LAYER + "mlp.linear_fc1.weight",),
+    hf=(
+        HfTensor(HF_LAYER + "mlp.gate_proj.weight", ("ffn", "hidden")),
+        HfTensor(HF_LAYER + "mlp.up_proj.weight", ("ffn", "hidden")),
+    ),
+    layout=Layout.GATE_UP,
+    shard_dim=0,
+    layers=Layers.DENSE,
+)
+DOWN = Row(
+    megatron=(MEGATRON_LAYER + "mlp.linear_fc2.weight",),
+    hf=(HfTensor(HF_LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),),
+    shard_dim=1,
+    layers=Layers.DENSE,
+)
+FINAL_NORM = Row(
+    megatron=("decoder.final_layernorm.weight",),
+    hf=(HfTensor("model.norm.weight", ("hidden",)),),
+)
+HEAD = Row(
+    megatron=("output_layer.weight",),
+    hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),),
+    shard_dim=0,
+)
+
+
+ROUTER = Row(
+    megatron=(MEGATRON_LAYER + "mlp.router.weight",),
+    hf=(HfTensor(HF_LAYER + "mlp.gate.weight", ("experts", "hidden")),),
+    layers=Layers.MOE,
+)
+# a buffer on both sides: it decides which experts are chosen and has no gradient
+EXPERT_BIAS = Row(
+    megatron=(MEGATRON_LAYER + "mlp.router.expert_bias",),
+    hf=(HfTensor(HF_LAYER + "mlp.gate.e_score_correction_bias", ("experts",)),),
+    layers=Layers.MOE,
+    when="expert_bias",
+)
+EXPERT_GATE_UP = Row(
+    megatron=(
+        MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        MEGATRON_LAYER + "mlp.experts.linear_fc1.weight{expert}",
+    ),
+    hf=(
+        HfTensor(HF_LAYER + "mlp.experts.{expert}.gate_proj.weight", ("moe_ffn", "hidden")),
+        HfTensor(HF_LAYER + "mlp.experts.{expert}.up_proj.weight", ("moe_ffn", "hidden")),
+    ),
+    layout=Layout.GATE_UP,
+    shard_dim=0,
+    layers=Layers.MOE,
+)
+EXPERT_DOWN = Row(
+    megatron=(
+        MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        MEGATRON_LAYER + "mlp.experts.linear_fc2.weight{expert}",
+    ),
+    hf=(HfTensor(HF_LAYER + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_ffn")),),
+    shard_dim=1,
+    layers=Layers.MOE,
+)
+SHARED_EXPERT_GATE = Row(
+    megatron=(MEGATRON_LAYER + "mlp.shared_experts.gate_weight",),
+    hf=(HfTensor(HF_LAYER + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
+    layers=Layers.MOE,
+    when="shared_expert_gate",
+)
+
+
+def shared_experts(module: str) -> tuple[Row, Row]:
+    """The rows of the shared experts (one block, however many they are) under the Hugging Face name `module`."""
+    return (
+        Row(
+            megatron=(MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",),
+            hf=(
+                HfTensor(f"{HF_LAYER}mlp.{module}.gate_proj.weight", ("shared_ffn", "hidden")),
+                HfTensor(f"{HF_LAYER}mlp.{module}.up_proj.weight", ("shared_ffn", "hidden")),
+            ),
+            layout=Layout.GATE_UP,
+            shard_dim=0,
+            layers=Layers.MOE,
+            when="shared_experts",
+        ),
+        Row(
+            megatron=(MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",),
+            hf=(HfTensor(f"{HF_LAYER}mlp.{module}.down_proj.weight", ("hidden", "shared_ffn")),),
+            shard_dim=1,
+            layers=Layers.MOE,
+            when="shared_experts",
+        ),
+    )
+
+
+_MEGATRON = MEGATRON_LAYER + "self_attention."
+_HF = HF_LAYER + "self_attn."
+
+LATENT_ATTENTION: tuple[Row, ...] = (
+    Row(
+        megatron=(_MEGATRON + "linear_q_proj.weight",),
+        hf=(HfTensor(_HF + "q_proj.weight", ("latent_queries", "hidden")),),
+        shard_dim=0,
+        when="no_query_latent",
+    ),
+    Row(
+        megatron=(_MEGATRON + "linear_q_down_proj.weight",),
+        hf=(HfTensor(_HF + "q_a_proj.weight", ("q_latent", "hidden")),),
+        when="query_latent",
+        with_next=True,
+    ),
+    Row(
+        megatron=(_MEGATRON + "linear_kv_down_proj.weight",),
+        hf=(HfTensor(_HF + "kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
+    ),
+    Row(
+        # the second spelling is that of specs which fuse the norm into the following linear layer
+        megatron=(_MEGATRON + "q_layernorm.weight", _MEGATRON + "linear_q_up_proj.layer_norm_weight"),
+        hf=(HfTensor(_HF + "q_a_layernorm.weight", ("q_latent",)),),
+        when="query_latent",
+    ),
+    Row(
+        megatron=(_MEGATRON + "linear_q_up_proj.weight",),
+        hf=(HfTensor(_HF + "q_b_proj.weight", ("latent_queries", "q_latent")),),
+        shard_dim=0,
+        when="query_latent",
+    ),
+    Row(
+        megatron=(_MEGATRON + "kv_layernorm.weight", _MEGATRON + "linear_kv_up_proj.layer_norm_weight"),
+        hf=(HfTensor(_HF + "kv_a_layernorm.weight", ("kv_latent",)),),
+    ),
+    Row(
+        megatron=(_MEGATRON + "linear_kv_up_proj.weight",),
+        hf=(HfTensor(_HF + "kv_b_proj.weight", ("latent_keys_values", "kv_latent")),),
+        shard_dim=0,
+    ),
+    Row(
+        megatron=(_MEGATRON + "linear_proj.weight",),
+        hf=(HfTensor(_HF + "o_proj.weight", ("hidden", "latent_values")),),
+        shard_dim=1,
+    ),
+)

@@ -1,0 +1,87 @@
+"""Qwen2 and Qwen2.5, dense and with experts: biases on queries, keys and values only; a gated shared expert.
+
+Qwen3, dense and with experts: normalised queries and keys, no biases.
+
+MiMo (dense): Qwen2's layers, and layers that predict further tokens, carried over from the original folder.
+"""
+
+from __future__ import annotations
+
+from slimrl.models.families import param_mapping
+from slimrl.models.families.param_mapping import ExtraLayers, Family
+
+QWEN2_ATTENTION = (
+    param_mapping.ATTENTION_NORM,
+    param_mapping.QKV,
+    param_mapping.QKV_BIAS,
+    param_mapping.ATTENTION_OUTPUT,
+    param_mapping.MLP_NORM,
+)
+
+QWEN2 = Family(
+    model_type="qwen2",
+    embedding=param_mapping.EMBEDDING,
+    layer=(*QWEN2_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    embedding=param_mapping.EMBEDDING,
+    layer=(
+        *QWEN2_ATTENTION,
+        param_mapping.GATE_UP,
+        param_mapping.DOWN,
+        param_mapping.ROUTER,
+        param_mapping.EXPERT_GATE_UP,
+        param_mapping.EXPERT_DOWN,
+        *param_mapping.shared_experts("shared_expert"),
+        param_mapping.SHARED_EXPERT_GATE,
+    ),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+)
+
+
+QWEN3_ATTENTION = (
+    param_mapping.ATTENTION_NORM,
+    param_mapping.QKV,
+    param_mapping.QUERY_NORM,
+    param_mapping.KEY_NORM,
+    param_mapping.ATTENTION_OUTPUT,
+    param_mapping.MLP_NORM,
+)
+
+QWEN3 = Family(
+    model_type="qwen3",
+    embedding=param_mapping.EMBEDDING,
+    layer=(*QWEN3_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    fixed_config=(("attention_bias", False),),
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    embedding=param_mapping.EMBEDDING,
+    layer=(
+        *QWEN3_ATTENTION,
+        param_mapping.GATE_UP,
+        param_mapping.DOWN,
+        param_mapping.ROUTER,
+        param_mapping.EXPERT_GATE_UP,
+        param_mapping.EXPERT_DOWN,
+    ),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    fixed_config=(("attention_bias", False),),
+)
+
+
+MIMO = Family(
+    model_type="mimo",
+    embedding=param_mapping.EMBEDDING,
+    layer=QWEN2.layer,
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    extra_layers=ExtraLayers("model.mtp_layers.{layer}.", after_decoder=False),
+)

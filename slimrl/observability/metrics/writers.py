@@ -1,0 +1,276 @@
+"""One W&B run, written by a thread of the driver, so that the service can neither hold up nor end the training.
+
+The first failure is logged, with what to do about it, and ends the writing; training goes on. The package `wandb` is
+imported by that thread, and only where `--use-wandb` asks for it.
+
+Where scalars go besides the summary: what the run log asks of such a place, and TensorBoard.
+
+The other places are `wandb_run` and `prometheus`. Whoever is told a number is told its axis too (`metrics.axis_of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.redact import shown
+from slimrl.observability.metrics import AXES
+from slimrl.processes.best_effort_files import OptionalFiles
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+
+logger = logging.getLogger("slimrl")
+
+INIT_TIMEOUT_S = 60.0
+FINISH_TIMEOUT_S = 30.0  # what is not sent by then stays on disk, for `wandb sync`
+# how long the end of the run waits: for a run that is open, and for one that is still not
+GIVE_UP_AFTER_S = FINISH_TIMEOUT_S + 10.0
+LATE_START_S = 10.0
+DEFAULT_PROJECT = "slimrl"
+
+
+@dataclasses.dataclass(frozen=True)
+class WandbSettings:
+    """What identifies a run; None leaves it to the package's own environment variables and files."""
+
+    id: str
+    mode: Literal["online", "offline"] | None
+    folder: Path
+    project: str
+    name: str
+    group: str | None
+    team: str | None
+    host: str | None
+    key: str | None = dataclasses.field(repr=False)
+    config: dict[str, Any] = dataclasses.field(repr=False)
+
+    @classmethod
+    def from_args(cls, args: Arguments, earlier_id: str | None) -> WandbSettings | None:
+        """None where W&B is not used. `earlier_id` is the run that this folder's summary names, where it goes on."""
+        if not args.use_wandb or args.wandb_mode == "disabled":
+            return None
+        run_id = args.wandb_run_id or earlier_id or secrets.token_hex(4)
+        group = args.wandb_group
+        if group is not None and args.wandb_random_suffix:
+            group = f"{group}_{run_id}"
+        return cls(
+            id=run_id,
+            mode=args.wandb_mode,
+            folder=Path(args.wandb_dir or args.run_dir),
+            project=args.wandb_project or DEFAULT_PROJECT,
+            name=group or Path(args.run_dir).name,
+            group=group,
+            team=args.wandb_team,
+            host=args.wandb_host,
+            key=args.wandb_key,
+            config=_config(args),
+        )
+
+
+class WandbRun:
+    """Implements `charts.Charts`."""
+
+    def __init__(self, settings: WandbSettings) -> None:
+        self._settings = settings
+        self._rows: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
+        self._failed = threading.Event()
+        self._opened = threading.Event()
+        self._exit_code = 0
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+
+    def begin(self, starts: Mapping[str, int]) -> None:
+        """Opens the run, or continues it, in the background."""
+        self._thread.start()
+
+    def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
+        """One row: the values and their axis."""
+        if not self._failed.is_set():
+            self._rows.put({**values, axis: number})
+
+    def close(self, *, failed: bool) -> None:
+        """Waits until everything is written and sent, but for `GIVE_UP_AFTER_S` seconds at most."""
+        if not self._thread.is_alive():
+            return
+        self._exit_code = int(failed)
+        self._rows.put(None)
+        self._opened.wait(LATE_START_S)
+        self._thread.join(GIVE_UP_AFTER_S if self._opened.is_set() else 0.0)
+        if self._thread.is_alive():
+            self._give_up("it did not finish in time")
+
+    def _work(self) -> None:
+        try:
+            run = _open(self._settings)
+            self._opened.set()
+            logger.info("W&B: run %s, %s", run.id, _where(run))
+            while (row := self._rows.get()) is not None:
+                run.log(row)
+            run.finish(exit_code=self._exit_code)
+        except BaseException as error:  # of whatever kind, SystemExit too: charts are no reason to lose a run
+            self._give_up(f"{type(error).__name__}: {error}")
+            self._opened.set()  # nobody has to wait for it any more
+
+    def _give_up(self, why: str) -> None:
+        if self._failed.is_set():
+            return
+        self._failed.set()
+        logger.warning(
+            "no more is written to W&B, training goes on (%s): all numbers are in summary.json; what W&B has kept lies"
+            " in %s and is sent by `wandb sync`",
+            why,
+            self._settings.folder / "wandb",
+        )
+
+
+def _open(settings: WandbSettings) -> wandb.Run:
+    import wandb
+
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    given = {"mode": settings.mode, "base_url": settings.host, "api_key": settings.key}
+    run = wandb.init(
+        id=settings.id,
+        resume="allow",
+        project=settings.project,
+        entity=settings.team,
+        group=settings.group,
+        name=settings.name,
+        dir=settings.folder,
+        config=settings.config,
+        settings=wandb.Settings(
+            init_timeout=INIT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+            login_timeout=1,  # nobody is asked for a key at the terminal of a run
+            console="off",
+            silent=True,
+            **{name: value for name, value in given.items() if value is not None},
+        ),
+    )
+    for axis in dict.fromkeys(AXES.values()):
+        run.define_metric(axis)
+    for prefix, axis in AXES.items():
+        run.define_metric(f"{prefix}/*", step_metric=axis)
+    return run
+
+
+def _config(args: Arguments) -> dict[str, Any]:
+    """The flags as plain data, without what may be secret."""
+    values = dataclasses.asdict(args)
+    del values["custom"]  # the user's own, which may hold keys of his services
+    return shown(json.loads(json.dumps(values, default=str)))
+
+
+def _where(run: wandb.Run) -> str:
+    return f"kept for `wandb sync {Path(run.dir).parent}`" if run.offline else run.url
+
+
+TRAIN_AXIS = "train/step"
+
+
+class Charts(Protocol):
+    """A place for scalars. Its calls come from one thread and in this order."""
+
+    def begin(self, starts: Mapping[str, int]) -> None:
+        """The run starts or goes on at these places of its axes."""
+        ...
+
+    def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
+        """Scalars by their full names, at this place of their axis."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """The run is over."""
+        ...
+
+
+class TensorBoard:
+    """Event files in one folder, or, where axes count differently, those of train/ in a folder below it.
+
+    TensorBoard hides points of an earlier process at or after the place where a folder goes on, whatever their axis.
+    """
+
+    def __init__(self, folder: Path, *, axes_are_one: bool) -> None:
+        """`axes_are_one` where all axes count the same."""
+        self._folder = folder
+        self._axes_are_one = axes_are_one
+        self._writers: dict[Path, SummaryWriter] = {}  # open ones
+        self._files = OptionalFiles(f"TensorBoard's folder {folder}")
+
+    def begin(self, starts: Mapping[str, int]) -> None:
+        """Opens the files; raises ModuleNotFoundError with a sentence where tensorboard is missing."""
+        for axis, first in starts.items():
+            if axis in (TRAIN_AXIS, "rollout/step"):
+                self._files.attempt(lambda axis=axis, first=first: self._writer(axis, first))
+
+    def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
+        """One point per name. Points that the disk has no room for are missing from the charts."""
+
+        def write() -> None:
+            writer = self._writer(axis, number)
+            for name, value in values.items():
+                writer.add_scalar(name, value, number)
+            if self._files.failing:
+                writer.flush()  # a writer's own thread writes, and would tell of a failure much later
+
+        if not self._files.attempt(write):
+            self._drop()
+
+    def close(self, *, failed: bool) -> None:
+        """Writes what is left."""
+        if not self._files.attempt(lambda: [writer.close() for writer in self._writers.values()]):
+            self._drop()
+
+    def _writer(self, axis: str, first_step: int) -> SummaryWriter:
+        """The open one of this axis; a writer that failed once is never whole again, so there may be a new one."""
+        own_folder = axis == TRAIN_AXIS and not self._axes_are_one
+        folder = self._folder / "train_steps" if own_folder else self._folder
+        if folder not in self._writers:
+            if self._files.failing:
+                _probe(folder)  # the threads of a writer that fails print more than anybody wants to read
+            self._writers[folder] = _open_writer(folder, first_step)
+        return self._writers[folder]
+
+    def _drop(self) -> None:
+        for writer in self._writers.values():
+            with contextlib.suppress(OSError):
+                writer.close()
+        self._writers = {}
+
+
+def finite_or_nan(value: float | None) -> float:
+    """A number for places that know NaN but no missing ones."""
+    return math.nan if value is None else float(value)
+
+
+def _probe(folder: Path) -> None:
+    """Raises OSError where nothing can be written."""
+    probe = folder / f".{os.getpid()}.tmp"
+    try:
+        probe.write_bytes(bytes(1 << 16))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _open_writer(folder: Path, first_step: int) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--use-tensorboard needs the package tensorboard ({error}): pip install tensorboard, or leave the flag out"
+        ) from error
+    # TensorBoard hides points of an earlier process at or after purge_step: they are about to be repeated.
+    return SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)

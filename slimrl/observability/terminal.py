@@ -1,0 +1,179 @@
+"""Where log lines go: short ones to the terminal, complete ones to a file of the run.
+
+`setup_logging` is called once, by an entry point; everything else only asks for `logging.getLogger("slimrl")`.
+
+A progress bar for people at a terminal; into a file or a pipe it writes nothing.
+
+A progress bar over bytes, on a terminal only, that several threads may move. Used by the converters' programs.
+
+The lines of steps and evaluations as a terminal shows them: whole in the log file, within its width here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from tqdm import tqdm
+
+from slimrl.processes.best_effort_files import OptionalLogHandler
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+# Attribute of a record (`logger.info(..., extra={SHORT: text})`) that the terminal shows instead of the message.
+SHORT = "short"
+# What a terminal of 100 columns has left beside the time of day.
+TERMINAL_WIDTH = 100 - len("12:34:56 ")
+
+
+class _TerminalFormatter(logging.Formatter):
+    """`12:34:56 message`, with the level where it is worth a look; the record's `short` form where it has one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = vars(record).get(SHORT) or super().format(record)
+        stamp = self.formatTime(record, "%H:%M:%S")
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"{stamp} {level}{line}"
+
+
+class _TerminalHandler(logging.StreamHandler):
+    """Writes above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.stream.isatty():
+            super().emit(record)
+            return
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def setup_logging(level: str, run_dir: str | Path) -> Path:
+    """Send the records of logger "slimrl" from `level` up to stderr and to `<run_dir>/logs/main.log` (appending).
+
+    Called again it replaces what it had set up. Returns the file's path. Raises ValueError on an unknown level.
+    """
+    file = Path(run_dir) / "logs" / "main.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("slimrl")
+    logger.setLevel(level.upper())
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    terminal = _TerminalHandler(sys.stderr)
+    terminal.setFormatter(_TerminalFormatter("%(message)s"))
+    complete = OptionalLogHandler(file)
+    complete.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger.addHandler(terminal)
+    logger.addHandler(complete)
+    logger.propagate = False
+    return file
+
+
+class ProgressBar:
+    """`with ProgressBar("generate") as bar: bar.update_to(done, total)`; drawn on stderr and gone when left.
+
+    `enabled` is False where the stream is no terminal: then nothing is drawn, and callers can save the polling.
+    """
+
+    def __init__(self, title: str, *, unit: str = "sample", stream: TextIO | None = None) -> None:
+        self._title = title
+        self._unit = unit
+        self._stream = sys.stderr if stream is None else stream
+        self.enabled = self._stream.isatty()
+
+    def __enter__(self) -> ProgressBar:
+        if self.enabled:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc=self._title, unit=self._unit, file=self._stream, leave=False, dynamic_ncols=True, mininterval=0.2
+            )
+        return self
+
+    def update_to(self, done: int, total: int) -> None:
+        """Show `done` of `total`; either may change in both directions between calls. `total` 0: not known yet."""
+        if not self.enabled:
+            return
+        self._bar.total = total or None
+        self._bar.n = done
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._bar.refresh()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            with contextlib.suppress(OSError):
+                self._bar.close()
+
+
+class ByteBar:
+    """A context manager; `start` has the signature that the converters call `on_start`."""
+
+    def __init__(self, title: str, *, shown: bool = True) -> None:
+        self._title = title
+        # None: tqdm itself stays silent where stderr is no terminal
+        self._disable = None if shown else True
+        self._bar: tqdm | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ByteBar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def start(self, nbytes: int) -> Callable[[int], object]:
+        """Shows the bar for `nbytes` in all; returns the function that moves it by a number of bytes."""
+        self._bar = tqdm(desc=self._title, total=nbytes, unit="B", unit_scale=True, disable=self._disable)
+        return self._move
+
+    def _move(self, nbytes: int) -> None:
+        with self._lock:
+            self._bar.update(nbytes)
+
+
+_BETWEEN = " | "
+_TOTAL = "total "  # the last of the phases' seconds
+# Parts of a step's line by their first word, in the order in which they are left out; all others stay.
+_LEFT_OUT = ("kl", "grad", "loss", "diff")
+_CUT = "..."
+
+
+def short_step(line: str, width: int = TERMINAL_WIDTH) -> str:
+    """A line of `step_line` with two digits and the seconds in all, as far as it fits in `width`; warnings stay."""
+    parts = []
+    for part in line.split(_BETWEEN):
+        first = part.split(" ", 1)[0]
+        if first == "version":
+            continue
+        parts.append(part.rpartition(_TOTAL)[2] if first == "generate" else _two_digits(part))
+    for word in _LEFT_OUT:
+        if len(_BETWEEN.join(parts)) > width:
+            parts = [part for part in parts if not part.startswith(f"{word} ")]
+    return _cut(_BETWEEN.join(parts), width)
+
+
+def short_evaluation(line: str, width: int = TERMINAL_WIDTH) -> str:
+    """An evaluation's line; where it is too long, without what is in parentheses beside the scores."""
+    if len(line) > width:
+        line = _BETWEEN.join(part.partition(" (")[0] for part in line.split(_BETWEEN))
+    return _cut(line, width)
+
+
+def _two_digits(part: str) -> str:
+    label, _, number = part.removeprefix("logprob ").rpartition(" ")
+    return f"{label} {float(number):.2g}" if label in _LEFT_OUT else part
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - len(_CUT)] + _CUT

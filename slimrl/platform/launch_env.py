@@ -1,0 +1,251 @@
+"""What differs between a GPU node and a CPU node when training starts: environments, thread counts, NCCL.
+
+Every decision is a pure function of a described machine, a described run and the variables that are set already, so
+that a test on a CPU states the whole decision for GPUs, row by row. Decisions for SGLang servers stand in
+`slimrl.engines.sglang.launch`.
+
+What a node has, as data: what the launch decisions are taken from.
+
+Promises that a description never changes. `decisions` and the engines' own tables of decisions take a `Machine`; none
+of them asks torch, the environment or the file system itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """How other nodes reach this one: the address under which Ray knows it, and the interface that holds it.
+
+    Both are "" where that is not known.
+    """
+
+    address: str = ""
+    interface: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One node. `gpus` and `cores` count what processes on it may use; `nccl` is the version of torch's NCCL."""
+
+    cuda: bool
+    gpus: int = 0
+    cores: int = 1
+    nccl: tuple[int, ...] = ()
+    network: Network = Network()
+
+
+def this_machine() -> Machine:
+    """The node of this process, as torch and the installed packages describe it."""
+    import torch  # here, because an actor that only starts a rank describes its node without torch
+
+    cuda = torch.cuda.is_available()
+    return Machine(
+        cuda=cuda,
+        gpus=torch.cuda.device_count() if cuda else 0,
+        cores=usable_cores(),
+        nccl=tuple(torch.cuda.nccl.version()) if cuda else (),
+    )
+
+
+def network_of(address: str) -> Network:
+    """The network of this node, whose address is `address`; without an interface where none holds it."""
+    for interface, held in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in held):
+            return Network(address, interface)
+    return Network(address)
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+# Ray kills the children of an actor that ends, and with them the guardians that clean up behind servers and ranks.
+_GUARDED = {"RAY_kill_child_processes_on_worker_exit": "0"}
+_ON_CPU = {
+    # Several ranks and servers share one machine's cores: one thread each is faster than all fighting.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# --deterministic-mode: without the first two torch and Transformer Engine refuse or choose other kernels; NCCL adds in
+# the order of its algorithm, which it would choose by size and topology
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_ALGO": "Ring",
+}
+CUMEM = "NCCL_CUMEM_ENABLE"
+SUSPENDS_SINCE = (2, 29, 7)  # the first NCCL with ncclCommSuspend
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What of a run bears on how its processes are started.
+
+    `broadcasts_weights`: trainer rank 0 and the engines share an NCCL group for weight updates.
+    `shares_gpus`: trainers and engines are colocated. `suspends_nccl`: --offload-train-nccl.
+    `symmetric_memory`: --sglang-enable-symm-mem. `deterministic`: --deterministic-mode.
+    """
+
+    broadcasts_weights: bool = False
+    shares_gpus: bool = False
+    offloads_training: bool = False
+    suspends_nccl: bool = True
+    megatron_fsdp: bool = False
+    symmetric_memory: bool = False
+    deterministic: bool = False
+
+
+def actor_environment(machine: Machine, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What every Ray actor of a run gets; `inherited` are the driver's variables, which on a CPU win over defaults.
+
+    Where the driver sees no GPU its workers see none, even on logical GPUs that Ray numbers.
+    """
+    if machine.cuda:
+        return dict(_GUARDED)
+    defaults = {name: inherited.get(name, value) for name, value in _ON_CPU.items()}
+    return {**defaults, **_GUARDED, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def of_driver(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of the driver's variables that win over what a rank's node has set: Ray hands none of them on.
+
+    A driver that is a job of Ray's has OMP_NUM_THREADS=1 from Ray, which is nobody's choice.
+    """
+    names = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")
+    chosen = {name: environment[name] for name in names if name in environment}
+    return {name: value for name, value in chosen.items() if (name, value) != ("OMP_NUM_THREADS", "1")}
+
+
+def rank_environment(
+    machine: Machine,
+    run: RunFacts,
+    *,
+    gpu: int | str,
+    cumem: str | None,
+    given: Mapping[str, str],
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """What a training rank's process gets beside what its actor has.
+
+    `inherited` is that, and over it the driver's variables (`of_driver`). `cumem` is what `nccl_cumem` decided for the
+    whole run.
+
+    `gpu` is the number (or UUID) of its GPU on its node, by the placement: Ray masks GPUs only where
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is unset. `given` are --train-env-vars, which win.
+    """
+    network = network_environment(machine.network, inherited)
+    if not machine.cuda:
+        return network | given
+    decided = network | {"OMP_NUM_THREADS": _threads(machine, inherited)}
+    # Tensor and context parallelism overlap communication and computation in the order of their launch. FSDP gathers
+    # beside computation and needs several queues.
+    connections = inherited.get("CUDA_DEVICE_MAX_CONNECTIONS", None if run.megatron_fsdp else "1")
+    if connections is not None:
+        decided["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    if cumem is not None:
+        decided[CUMEM] = cumem
+    if run.deterministic:
+        decided |= DETERMINISTIC
+    return {**decided, **given, "CUDA_VISIBLE_DEVICES": str(gpu)}
+
+
+def network_environment(network: Network, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What binds gloo and NCCL to the interface that holds the node's address, but for what is `inherited`.
+
+    Left to itself gloo tells other nodes the address of the host name, which is 127.0.1.1 on Debian, and NCCL takes
+    the first interface of a list of its own. "=" asks NCCL for that name and no longer one.
+    """
+    if not network.interface:
+        return {}
+    decided = {"GLOO_SOCKET_IFNAME": network.interface, "NCCL_SOCKET_IFNAME": f"={network.interface}"}
+    return {name: value for name, value in decided.items() if name not in inherited}
+
+
+def _threads(machine: Machine, inherited: Mapping[str, str]) -> str:
+    """Threads of one rank: its share of the node's cores, which the optimizer in host memory steps with.
+
+    Ray sets 1 for every actor that reserves no CPU, so an inherited 1 is nobody's choice.
+    """
+    chosen = inherited.get("OMP_NUM_THREADS", "1")
+    return chosen if chosen != "1" else str(max(1, machine.cores // max(1, machine.gpus)))
+
+
+def rank_without_gpu(*, expected: bool, found: bool, visible: str | None, torch_version: str) -> str | None:
+    """Why a rank cannot train in this run, by whether the run uses GPUs and torch finds one here; None where it can.
+
+    `visible` is CUDA_VISIBLE_DEVICES. A rank that went on would open gloo and wait for others that open NCCL.
+    """
+    if expected == found:
+        return None
+    if found:
+        return "the run trains on CPUs, and this rank sees a GPU: hide it with an empty CUDA_VISIBLE_DEVICES"
+    return (
+        f"the run trains on GPUs, and torch {torch_version} finds none here (CUDA_VISIBLE_DEVICES={visible}): look for"
+        " an old driver (nvidia-smi), a build of torch without CUDA, or a Fabric Manager that is down"
+    )
+
+
+def nccl_cumem(
+    machine: Machine, run: RunFacts, *, given: Mapping[str, str], inherited: Mapping[str, str]
+) -> str | None:
+    """NCCL_CUMEM_ENABLE for trainers and servers alike, decided once by the driver; None leaves NCCL's default.
+
+    Both ends of a group must agree, and SGLang sets 0 where nothing is set (1 with symmetric memory). A run without
+    such a group keeps the default: suspending communicators needs it.
+    """
+    if not machine.cuda:
+        return None
+    if CUMEM in given:
+        return given[CUMEM]
+    if run.broadcasts_weights and run.symmetric_memory:
+        return "1"
+    if CUMEM in inherited:
+        return inherited[CUMEM]
+    if run.broadcasts_weights or (run.offloads_training and not run.suspends_nccl):
+        return "0"
+    return None
+
+
+def keeps_communicators(
+    machine: Machine, environment: Mapping[str, str], *, suspends: bool, paired_stages: bool
+) -> str | None:
+    """Why NCCL's buffers stay on the device while a training rank is offloaded; None where they are given back.
+
+    `environment` is the rank's own, `suspends` is --offload-train-nccl. With `paired_stages` virtual pipeline stages
+    exchange through one communicator for each pair of stages.
+    """
+    if not machine.cuda:
+        return "there are none on a machine without GPUs"
+    if not suspends:
+        return "--no-offload-train-nccl"
+    if machine.nccl < SUSPENDS_SINCE:
+        return f"NCCL {_dotted(machine.nccl)} cannot suspend them, {_dotted(SUSPENDS_SINCE)} and later can"
+    if environment.get(CUMEM) == "0":
+        return f"NCCL suspends only with {CUMEM}=1, and it is 0"
+    if paired_stages:
+        # ranks would suspend the communicators of their pairs in different orders, and wait for each other
+        return "overlapped virtual stages have one for each pair of stages (--no-overlap-p2p-communication has none)"
+    return None
+
+
+def default_group(machine: Machine) -> dict[str, Any]:
+    """Arguments of torch.distributed.init_process_group that the machine decides.
+
+    No device is bound to the default group. A bound one makes torch derive every later group from the default group's
+    communicator, a collective that ranks outside the new group would have to join: a weight update group with other
+    processes, and a gloo group of some ranks, would wait for ever.
+    """
+    return {"backend": "nccl" if machine.cuda else "gloo", "device_id": None}
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version)) or "of unknown version"

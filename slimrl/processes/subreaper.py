@@ -1,0 +1,217 @@
+"""Runs one command and leaves nothing of it behind, whoever dies first.
+
+Started as a file by `managed.ManagedProcess` (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), between the
+process that wants another one, and that one:
+
+- ends the whole tree when the starting process is gone, also by SIGKILL (a pidfd tells; unlike PR_SET_PDEATHSIG it
+  does not fire when merely the *thread* that started us ends, which happens inside Ray actors),
+- is the subreaper of every descendant, so a process that lost its parent is still found and ended,
+- the command itself gets PR_SET_PDEATHSIG, so it dies even if this guardian is killed,
+- gives the tree a temporary folder of its own and removes it, together with the files in /dev/shm that the tree mapped
+  and whose names begin with one of the given prefixes (SGLang leaves both behind on every exit),
+- leaves both to the next start (see `stale_resources`) where it is killed itself,
+- ends with the command's own exit status.
+
+SIGTERM is passed on to the command; SIGUSR1 ends the tree at once.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # run as a file, without the package around it
+import stale_resources
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHARED_MEMORY = "/dev/shm/"
+SCAN_INTERVALS_S = (1.0, 15.0)  # while the command starts, and later
+START_UP_S = 60.0
+REAP_TIMEOUT_S = 10.0
+
+
+class Guardian:
+    def __init__(self, parent: int, prefixes: list[str], command: list[str]) -> None:
+        self.parent = parent
+        self.prefixes = tuple(SHARED_MEMORY + prefix for prefix in prefixes)
+        self.command = command
+        self.mapped: set[str] = set()
+        self.owner: stale_resources.Owner | None = None
+        self.status: int | None = None
+        self.child = 0
+
+    def run(self) -> int:
+        """Runs the command to its end; returns its wait status."""
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        parent_fd = open_pidfd(self.parent)
+        if os.getppid() != self.parent:  # it died before the pidfd was ours: nobody wants the command any more
+            return 0
+        wake_fd = catch_signals()
+        folder = tempfile.mkdtemp(prefix=stale_resources.PREFIX)
+        self.owner = stale_resources.own(folder)
+        try:
+            self.child = start(self.command, {**os.environ, "TMPDIR": folder})
+            self.watch(parent_fd, wake_fd)
+        finally:
+            self.end_descendants()
+            for path in self.mapped:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            stale_resources.remove(folder)
+        return self.status or 0
+
+    def watch(self, parent_fd: int | None, wake_fd: int) -> None:
+        """Returns when the command has ended, when the parent is gone or when told to end at once."""
+        poller = select.poll()
+        poller.register(wake_fd, select.POLLIN)
+        if parent_fd is not None:
+            poller.register(parent_fd, select.POLLIN)
+        started = time.monotonic()
+        next_scan = started
+        while self.status is None:
+            wait = min(next_scan - time.monotonic(), 60.0 if parent_fd is not None else 0.5)
+            ready = {fd for fd, _ in poller.poll(max(wait, 0.0) * 1000)}
+            if parent_fd in ready or os.getppid() != self.parent:
+                log(f"process {self.parent}, which started this one, is gone: ending")
+                return
+            if wake_fd in ready and not self.obey(os.read(wake_fd, 64)):
+                return
+            if (now := time.monotonic()) >= next_scan:
+                self.scan_shared_memory()
+                next_scan = now + SCAN_INTERVALS_S[now - started > START_UP_S]
+
+    def obey(self, signals: bytes) -> bool:
+        """Reaps and passes signals on; False where the tree must end at once."""
+        if signal.SIGTERM in signals and self.status is None:
+            self.scan_shared_memory()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child, signal.SIGTERM)
+        self.reap()
+        return signal.SIGUSR1 not in signals
+
+    def reap(self) -> bool:
+        """Collects every descendant that has ended; False when there is none left at all."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self.child:
+                self.status = status
+
+    def end_descendants(self) -> None:
+        self.scan_shared_memory()
+        deadline = time.monotonic() + REAP_TIMEOUT_S
+        while self.reap():
+            for pid in descendants():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                log(f"processes {descendants()} do not end: left behind")
+                return
+            time.sleep(0.005)
+
+    def scan_shared_memory(self) -> None:
+        """Remembers which of the tree's own files in /dev/shm are in use now."""
+        for pid in descendants() if self.prefixes else []:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+                paths = (line.split(maxsplit=5)[5].strip() for line in maps if SHARED_MEMORY in line)
+                found = {path for path in paths if path.startswith(self.prefixes)} - self.mapped
+                self.mapped |= found
+                for path in found if self.owner is not None else ():
+                    self.owner.add_shared_memory(path)
+
+
+def prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A file descriptor that becomes readable when `pid` ends; None where the kernel has none (before Linux 5.3)."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        sys.exit(0)
+    except OSError:
+        return None
+
+
+def catch_signals() -> int:
+    """Routes SIGCHLD, SIGTERM and SIGUSR1 into a pipe, one byte each; returns its reading end."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+    # The kernel sends it to a process group that loses its parent while one of its members is stopped: we are then
+    # about to learn of that by the pidfd, and have to clean up. The command inherits this: it lives until we have seen
+    # what it left in shared memory.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return read_fd
+
+
+def start(command: list[str], environment: dict[str, str]) -> int:
+    """Forks and executes `command`; it dies by SIGKILL together with this process."""
+    guardian = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == guardian:  # else it died before the death signal was set
+            os.execvpe(command[0], command, environment)
+    except OSError as error:
+        log(f"cannot run {command[0]}: {error}")
+    os._exit(127)
+
+
+def descendants() -> list[int]:
+    """Every living process below this one."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as stat:
+                state, parent = stat.read().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry))
+    found, queue = [], [os.getpid()]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def log(message: str) -> None:
+    print(f"[slimrl guardian {os.getpid()}] {message}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--shared-memory-prefix", action="append", default=[])
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    status = Guardian(args.parent, args.shared_memory_prefix, args.command).run()
+    if os.WIFSIGNALED(status):  # end the same way, so that the parent sees the true cause
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main()

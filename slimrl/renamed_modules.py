@@ -1,0 +1,72 @@
+"""Import paths of earlier versions that scripts and functions of users may hold: one table, and what makes it work.
+
+An old path gives the very module that has its place now, with one `DeprecationWarning` that names the new path. Paths
+in `ALIASES` are not deprecated: they are the spelling that users of slime write in their flags.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+
+ALIASES = {"slimrl.rollout.sglang_rollout": "slimrl.rollout.rollout_function"}
+RENAMED = {
+    "slimrl.algorithms.advantages": "slimrl.algorithms.returns",
+    "slimrl.algorithms.output_log_probs": "slimrl.algorithms.log_probs",
+    "slimrl.algorithms.softmax_sums": "slimrl.algorithms.log_probs",
+    "slimrl.arguments.plan": "slimrl.arguments.dry_run",
+    "slimrl.data.batch": "slimrl.data.train_batch",
+    "slimrl.data.loss_mask": "slimrl.rollout.sft_rollout",
+    "slimrl.megatron.forward": "slimrl.megatron.training.forward_step",
+    "slimrl.megatron.loss": "slimrl.megatron.training.loss",
+    "slimrl.megatron.own_loss": "slimrl.megatron.training.custom_loss",
+    "slimrl.rollout.data_source": "slimrl.rollout.dataset.data_source",
+    "slimrl.rollout.engine": "slimrl.engines.protocol",
+    "slimrl.rollout.errors": "slimrl.engines.protocol",
+    "slimrl.rollout.output": "slimrl.rollout.rollout_function",
+    "slimrl.rollout.public_data": "slimrl.rollout.dataset_prep",
+    "slimrl.rollout.public_data.prepare": "slimrl.rollout.dataset_prep.prepare",
+    "slimrl.rollout.rm_hub.boxed": "slimrl.rollout.rm_hub.rule_graders",
+    "slimrl.rollout.rm_hub.builtin": "slimrl.rollout.rm_hub.registry",
+    "slimrl.rollout.rm_hub.equality": "slimrl.rollout.rm_hub.math_equivalence",
+    "slimrl.rollout.rm_hub.instructions": "slimrl.rollout.rm_hub.ifeval",
+    "slimrl.rollout.rm_hub.multiple_choice": "slimrl.rollout.rm_hub.rule_graders",
+    "slimrl.rollout.rm_hub.overlap": "slimrl.rollout.rm_hub.rule_graders",
+    "slimrl.rollout.rm_hub.rules": "slimrl.rollout.rm_hub.rule_graders",
+    "slimrl.rollout.stop_strings": "slimrl.rollout.generation.multi_turn",
+    "slimrl.rollout.stop_tokens": "slimrl.rollout.generation.multi_turn",
+    "slimrl.rollout.turns": "slimrl.rollout.generation.multi_turn",
+    "slimrl.sglang": "slimrl.engines.sglang",
+    "slimrl.sglang.client": "slimrl.engines.sglang.client",
+    "slimrl.sglang.cpu": "slimrl.engines.sglang.cpu_patches",
+    "slimrl.sglang.errors": "slimrl.engines.protocol",
+}
+
+
+class RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of the two tables and puts their successors in their place."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """None for every name that is in neither table."""
+        return importlib.machinery.ModuleSpec(name, self) if name in RENAMED or name in ALIASES else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Imports the successor; importlib hands out whatever `sys.modules` then holds under the old name."""
+        old = module.__name__
+        new = ALIASES.get(old) or RENAMED[old]
+        if old in RENAMED:
+            warnings.warn(f"{old} is now {new}: import it from there", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = importlib.import_module(new)
+
+
+def install() -> None:
+    """Puts the finder first on `sys.meta_path`, once per process; it answers for the tables' names alone."""
+    if not any(isinstance(finder, RenamedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, RenamedModules())

@@ -1,0 +1,1 @@
+"""Fully asynchronous generation, bounded by staleness."""

@@ -1,0 +1,141 @@
+"""Groups that were drawn from the data source and not yet trained on, as part of what a checkpoint knows of the data.
+
+Promises that a run with continuous generation goes on with all of them, and that any other run does so too. Columns
+with an entry per token are packed into text: a list of numbers takes many times as long to write, and training waits
+for it. Written by the rollout loop, read by the rollout manager when a run is resumed.
+
+Values of the user's as plain data, which any checkpoint can hold: numbers, text, lists, tuples and dicts.
+
+Subclasses (numpy's float64, enumerations, defaultdict) and scalars of numpy and torch become what they stand for;
+anything else is refused by its place. Pure; used where groups of samples become part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from slimrl.data.sample import Sample
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+
+
+def plain_data(value: Any) -> Any:
+    """An independent copy. Raises TypeError, which says where, for what is none and stands for none."""
+    return _plain(value, "")
+
+
+def _plain(value: Any, place: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, dict):
+        return {_key(key, place): _plain(one, f"{place}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        made = [_plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
+        return made if isinstance(value, list) else tuple(made)
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return _plain(value.item(), place)
+    kind = type(value)
+    raise TypeError(f"{place or 'it'} is of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _key(key: Any, place: str) -> Any:
+    return _plain(key, f"{place}, whose key {key!r}")
+
+
+_KEY = "drawn"  # beside the entries of the data source
+_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d"}  # as `array` names what is in memory
+_NAMES = tuple(field.name for field in dataclasses.fields(Sample))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Finished:
+    """A judged group, the group as it was drawn, and the oldest weights that drew one of its tokens."""
+
+    group: list[Sample]
+    drawn: list[Sample]
+    oldest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """`under_way` are groups as they were drawn."""
+
+    under_way: list[list[Sample]]
+    finished: list[Finished]
+
+    def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The data source's state with this beside it, as plain JSON data. Raises ValueError as `check_plain`."""
+        entry = {
+            "under_way": [_group_as_dicts(group) for group in self.under_way],
+            "finished": [
+                {"group": _group_as_dicts(one.group), "drawn": _group_as_dicts(one.drawn), "oldest": one.oldest}
+                for one in self.finished
+            ],
+        }
+        return {**state, _KEY: entry}
+
+
+def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_finished: bool) -> list[Finished]:
+    """Lets the data source go on at `state`; groups that were under way are drawn again.
+
+    Returns the finished ones, or with `keeps_finished` false gives them to the data source too, to be trained on next.
+    """
+    entry = state.get(_KEY, {"under_way": [], "finished": []})
+    data_source.load_state_dict({name: value for name, value in state.items() if name != _KEY})
+    finished = [Finished(_samples(one["group"]), _samples(one["drawn"]), one["oldest"]) for one in entry["finished"]]
+    if not keeps_finished:
+        data_source.add_samples([one.group for one in finished])
+    data_source.add_samples([_samples(group) for group in entry["under_way"]])
+    return finished if keeps_finished else []
+
+
+def check_plain(samples: Iterable[Sample]) -> None:
+    """Raises ValueError for a sample that no checkpoint could hold: when it comes in, not with the next save."""
+    for sample in samples:
+        for name in _NAMES:
+            _packed(sample, name, _PACKED[name]) if name in _PACKED else _plain_field(sample, name)
+
+
+def _group_as_dicts(group: list[Sample]) -> list[dict[str, Any]]:
+    """What the fields hold; what functions of the user's attach to a sample beside them is no part of it."""
+    return [
+        {
+            name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
+            for name in _NAMES
+        }
+        for sample in group
+    ]
+
+
+def _plain_field(sample: Sample, name: str) -> Any:
+    try:
+        return plain_data(getattr(sample, name))
+    except TypeError as error:
+        raise ValueError(
+            f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; have your function or data"
+            " source put numbers, text, lists and dicts there"
+        ) from error
+
+
+def _packed(sample: Sample, name: str, code: str) -> Any:
+    try:
+        return base64.b64encode(array(code, getattr(sample, name)).tobytes()).decode()
+    except (TypeError, OverflowError):  # None, or a function's 1.0 for 1
+        return _plain_field(sample, name)
+
+
+def _samples(group: list[dict[str, Any]]) -> list[Sample]:
+    return [
+        Sample.from_dict({**data, **{name: _unpacked(data[name], _PACKED[name]) for name in _PACKED}}) for data in group
+    ]
+
+
+def _unpacked(column: str | list[Any] | None, code: str) -> list[Any] | None:
+    """A list is one that could not be packed, or comes from a slimrl that packed none."""
+    return array(code, base64.b64decode(column)).tolist() if isinstance(column, str) else column

@@ -1,0 +1,133 @@
+"""From the judged samples of a rollout to the batch that is trained on, by the user's own function where there is one.
+
+A `--custom-convert-samples-to-train-data-path` function returns columns by name, each with one entry per row:
+
+| column | entry |
+| --- | --- |
+| `tokens` | token ids of prompt and response |
+| `response_lengths` | number of response tokens |
+| `rewards` | the reward that is trained on |
+| `loss_masks` | 0 or 1 per response token |
+| `rollout_log_probs` | the engine's log-probability per response token |
+| `raw_reward` | the reward as judged (`rewards`) |
+| `truncated` | whether the length limit cut it off (no) |
+| `sample_indices`, `rollout_ids` | ids of the sample and of its group (the row's number) |
+| `total_lengths` | number of tokens, which is checked (of `tokens`) |
+
+The last four lines may be left out. The number of rows is what `--global-batch-size` x `--num-steps-per-rollout` asks
+for.
+
+From judged samples to the rewards that are trained on: raw, and normalised within each prompt's group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimrl.algorithms.returns import group_normalized_rewards
+from slimrl.arguments import Arguments
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples
+from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """float32 [n] each, in the order of the samples."""
+
+    raw: Tensor
+    normalized: Tensor
+
+
+def rewards_of(args: Arguments, samples: list[Sample]) -> Rewards:
+    """Raw rewards (the `--reward-key` entry where they are dicts) and what is trained on.
+
+    Groups are told by `group_index`, whatever their size and place. `--custom-reward-post-process-path` replaces both.
+    Raises ValueError where a sample has no finite reward, or the user's function returns the wrong number of them.
+    """
+    if args.custom_reward_post_process_path is not None:
+        process = named("--custom-reward-post-process-path", args.custom_reward_post_process_path, RewardPostProcess)
+        raw, normalized = (torch.as_tensor(column, dtype=torch.float32) for column in process(args, samples))
+        if raw.shape != (len(samples),) or normalized.shape != (len(samples),):
+            raise ValueError(
+                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned rewards of shapes"
+                f" {list(raw.shape)} and {list(normalized.shape)}: return two lists of {len(samples)} numbers"
+            )
+        _check_finite(args.custom_reward_post_process_path, samples, raw, normalized)
+        return Rewards(raw, normalized)
+    raw = torch.tensor([sample.reward_value(args.reward_key) for sample in samples], dtype=torch.float32)
+    if not args.rewards_normalization or args.advantage_estimator == "reinforce_plus_plus":
+        return Rewards(raw, raw.clone())  # REINFORCE++ whitens over the whole batch instead
+    group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
+    # the baseline variant of REINFORCE++ takes the group's mean away and leaves the scale to the whitening
+    scale = args.grpo_std_normalization and args.advantage_estimator != "reinforce_plus_plus_baseline"
+    return Rewards(raw, group_normalized_rewards(raw, group_ids, scale_by_std=scale))
+
+
+def _check_finite(path: str, samples: list[Sample], raw: Tensor, normalized: Tensor) -> None:
+    for sample, *rewards in zip(samples, raw.tolist(), normalized.tolist(), strict=True):
+        if not all(map(math.isfinite, rewards)):
+            raise ValueError(
+                f"--custom-reward-post-process-path {path} returned {' and '.join(map(str, rewards))} as rewards of"
+                f" sample {sample.index}: return finite numbers"
+            )
+
+
+_FLAG = "--custom-convert-samples-to-train-data-path"
+_NEEDED = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
+_OTHERS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "total_lengths")
+
+
+def training_batch(args: Arguments, samples: list[Sample], rewards: Rewards) -> RolloutBatch:
+    """The rows of one rollout, without a schedule. Raises ValueError for samples or columns that cannot be trained on.
+
+    `rewards` are those of `samples`; a function of the user's brings its own.
+    """
+    path = args.custom_convert_samples_to_train_data_path
+    if path is None:
+        return batch_from_samples(samples, rewards.raw, rewards.normalized)
+    function = resolve(path, ConvertSamples)
+    with naming(_FLAG, path):
+        return batch_from_columns(function(args, samples))
+
+
+def batch_from_columns(columns: Any) -> RolloutBatch:
+    """The batch of such columns. Raises ValueError saying which column is missing, unknown or does not fit."""
+    if not isinstance(columns, dict):
+        raise ValueError(f"it returned {type(columns).__name__}: return a dict of columns")
+    missing = [name for name in _NEEDED if name not in columns]
+    unknown = sorted(set(columns) - {*_NEEDED, *_OTHERS})
+    if missing or unknown:
+        raise ValueError(f"columns {missing} are missing and {unknown} unknown: see slimrl.rollout.convert_samples")
+    count = len(columns["tokens"])
+    for name, column in columns.items():
+        if len(column) != count:
+            raise ValueError(f"column {name} has {len(column)} entries and tokens {count}: give one for each row")
+    rows = [
+        Sample(
+            prompt="",
+            index=int(columns.get("sample_indices", range(count))[row]),
+            group_index=int(columns.get("rollout_ids", range(count))[row]),
+            tokens=list(columns["tokens"][row]),
+            response_length=int(columns["response_lengths"][row]),
+            loss_mask=list(columns["loss_masks"][row]),
+            rollout_log_probs=list(columns["rollout_log_probs"][row]),
+            status=_status(columns, row),
+        )
+        for row in range(count)
+    ]
+    for row, total in zip(rows, columns.get("total_lengths", [len(row.tokens) for row in rows]), strict=True):
+        if int(total) != len(row.tokens):
+            raise ValueError(f"sample {row.index} has {len(row.tokens)} tokens and total_lengths {total}")
+    rewards = torch.as_tensor(columns["rewards"], dtype=torch.float32)
+    raw = torch.as_tensor(columns.get("raw_reward", columns["rewards"]), dtype=torch.float32)
+    return batch_from_samples(rows, raw, rewards)
+
+
+def _status(columns: dict[str, Any], row: int) -> SampleStatus:
+    return SampleStatus.TRUNCATED if "truncated" in columns and columns["truncated"][row] else SampleStatus.COMPLETED

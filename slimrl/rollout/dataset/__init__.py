@@ -1,0 +1,1 @@
+"""From rows of data sets to groups of samples, resumable."""

@@ -1,0 +1,221 @@
+"""Pairs of a preferred and a rejected answer, from the layouts in which preference sets are published.
+
+Every pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (texts of the assistant).
+Called by `tools/prepare_data.py`.
+
+Problems with an answer that can be checked, from the columns in which they are published.
+
+Which layout a row has is told by its columns, not by the name of its set: the same set is published in several.
+Called by `tools/prepare_data.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from slimrl.rollout.rm_hub.rule_graders import last_boxed
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user"}
+
+
+class LeftOutError(ValueError):
+    """A row that is in order and says nothing about which answer is better."""
+
+
+Pair = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+
+def preference_row(row: dict[str, Any]) -> Pair:
+    """The pair of one row. Raises LeftOutError for a tie, ValueError for what is wrong with the row."""
+    columns = set(row)
+    if {"question", "answer_0", "answer_1", "score_0", "score_1"} <= columns:
+        return _comparison(row)
+    if {"conversation_a", "conversation_b", "winner"} <= columns:
+        return _arena(row)
+    if {"chosen", "rejected"} <= columns:
+        return _chosen(row)
+    raise ValueError(f"its columns {sorted(columns)} are of no layout known here")
+
+
+def is_tree(row: dict[str, Any]) -> bool:
+    """True for a message of a tree of conversations (oasst), whose pairs lie across rows."""
+    return {"message_id", "parent_id", "role", "text", "rank"} <= set(row)
+
+
+def tree_pairs(rows: list[dict[str, Any]]) -> Iterator[Pair]:
+    """The best answer of each place in the trees, paired with each answer ranked below it (rank 0 is the best)."""
+    by_id = {row["message_id"]: row for row in rows}
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["role"] == "assistant" and row["rank"] is not None and row["parent_id"] in by_id:
+            answers.setdefault(row["parent_id"], []).append(row)
+    for parent, ranked in answers.items():
+        best, *others = sorted(ranked, key=lambda row: row["rank"])
+        for other in others:
+            if other["rank"] > best["rank"]:
+                yield _pair(_path(by_id, parent), best["text"], other["text"])
+
+
+def _path(by_id: dict[str, dict[str, Any]], message_id: str) -> Messages:
+    messages: Messages = []
+    current: str | None = message_id
+    while current is not None:
+        row = by_id[current]
+        messages.insert(0, {"role": _ROLES.get(row["role"], row["role"]), "content": row["text"]})
+        current = row["parent_id"] if row["parent_id"] in by_id else None
+    return messages
+
+
+def _comparison(row: dict[str, Any]) -> Pair:
+    """WebGPT comparisons: two answers to a question, each with a score."""
+    question = row["question"]["full_text"] if isinstance(row["question"], dict) else row["question"]
+    if row["score_0"] == row["score_1"]:
+        raise LeftOutError("a tie")
+    better, worse = ("0", "1") if row["score_0"] > row["score_1"] else ("1", "0")
+    return _pair([{"role": "user", "content": question}], row[f"answer_{better}"], row[f"answer_{worse}"])
+
+
+def _arena(row: dict[str, Any]) -> Pair:
+    """Chatbot arena: two conversations with the same first question, and which one a person preferred."""
+    if row["winner"] not in ("model_a", "model_b"):
+        raise LeftOutError("a tie")
+    sides = {"model_a": row["conversation_a"], "model_b": row["conversation_b"]}
+    winner = sides.pop(row["winner"])
+    (loser,) = sides.values()
+    if len(winner) != 2 or len(loser) != 2:
+        raise LeftOutError("a conversation of several turns, of which nobody said which turn was better")
+    if winner[0]["content"] != loser[0]["content"]:
+        raise ValueError("its two conversations begin with different questions")
+    return _pair(_clean(winner[:1]), winner[1]["content"], loser[1]["content"])
+
+
+def _chosen(row: dict[str, Any]) -> Pair:
+    """hh-rlhf (two transcripts), UltraFeedback and others (two lists of messages), or prompt and two texts."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if _TURN.match(chosen) is None or "prompt" in row:
+            prompt = row.get("prompt")
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return _pair(_clean(messages), chosen, rejected)
+        chosen, rejected = _transcript(chosen), _transcript(rejected)
+    if not isinstance(chosen, list) or not isinstance(rejected, list) or not chosen or not rejected:
+        raise ValueError("its chosen and rejected are neither texts nor messages")
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    prompt = chosen[: len(chosen) - 1]
+    if len(chosen) != len(rejected) or common < len(prompt):
+        # conversational sets may hold the prompt apart and only the answers here
+        if isinstance(row.get("prompt"), list) and len(chosen) == len(rejected) == 1:
+            return _pair(_clean(row["prompt"]), chosen[0]["content"], rejected[0]["content"])
+        raise ValueError("its two conversations differ before their last answer")
+    if not prompt and row.get("prompt"):
+        given = row["prompt"]
+        prompt = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return _pair(_clean(prompt), chosen[-1]["content"], rejected[-1]["content"])
+
+
+def _transcript(text: str) -> Messages:
+    """`\\n\\nHuman: ...\\n\\nAssistant: ...` as messages."""
+    _, *parts = _TURN.split(text)
+    return [
+        {"role": _ROLES[role], "content": content.strip()}
+        for role, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _clean(messages: Any) -> Messages:
+    known = isinstance(messages, list) and messages
+    if not known or not all(isinstance(part, dict) and {"role", "content"} <= set(part) for part in messages):
+        raise ValueError("it has no prompt")
+    return [{"role": part["role"], "content": part["content"]} for part in messages]
+
+
+def _pair(prompt: Messages, chosen: Any, rejected: Any) -> Pair:
+    texts = [text.strip() if isinstance(text, str) else "" for text in (chosen, rejected)]
+    if prompt[-1]["role"] != "user":
+        raise ValueError(f"its prompt ends with the {prompt[-1]['role']}")
+    if not all(texts):
+        raise ValueError("one of its two answers is empty")
+    if texts[0] == texts[1]:
+        raise LeftOutError("two equal answers")
+    return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
+
+
+INSTRUCTION = "Reason step by step, and give the final answer in \\boxed{}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem; `asks_for_form` tells that the prompt says itself in which form it wants the answer."""
+
+    messages: list[dict[str, Any]]
+    label: str
+    metadata: dict[str, Any]
+    asks_for_form: bool
+
+
+def problem_row(row: dict[str, Any], instruction: str | None) -> dict[str, Any]:
+    """`prompt` (messages), `label` and, where there is any, `metadata`.
+
+    `instruction` is put behind the last message; None puts INSTRUCTION behind a bare problem, and nothing elsewhere.
+    Raises ValueError for columns of no known layout, and where an answer is missing.
+    """
+    problem = _problem(row)
+    words = ("" if problem.asks_for_form else INSTRUCTION) if instruction is None else instruction
+    messages = [dict(message) for message in problem.messages]
+    if words:
+        messages[-1]["content"] = f"{messages[-1]['content']}\n{words}"
+    made = {"prompt": messages, "label": problem.label}
+    return {**made, "metadata": problem.metadata} if problem.metadata else made
+
+
+def _problem(row: dict[str, Any]) -> Problem:
+    columns = set(row)
+    lower = {key.lower(): value for key, value in row.items()}
+    if {"prompt", "reward_model"} <= columns:  # DAPO-Math-17k, AIME-2024 as published for verl
+        return Problem(_messages(row["prompt"]), _text(row["reward_model"], "ground_truth"), {}, True)
+    for key in ("prompt", "messages"):
+        if {key, "label"} <= columns:  # sets published for slime
+            return Problem(_messages(row[key]), _text(row, "label"), row.get("metadata") or {}, True)
+    if {"problem", "answer"} <= set(lower):  # AIME 2024 in several places
+        return Problem(_user(lower["problem"]), _text(lower, "answer"), {}, False)
+    if {"problem", "solution"} <= columns:  # MATH
+        answer = last_boxed(row["solution"])
+        if not answer:
+            raise ValueError("its solution has no \\boxed answer")
+        metadata = {"subject": row.get("type"), "level": row.get("level")}
+        kept = {key: value for key, value in metadata.items() if value is not None}
+        return Problem(_user(row["problem"]), answer, kept, False)
+    if {"question", "answer"} <= columns:  # GSM8K: the working, then the answer behind four signs
+        _, mark, answer = str(row["answer"]).rpartition("####")
+        if not mark or not answer.strip():
+            raise ValueError("its answer has no part behind ####")
+        return Problem(_user(row["question"]), answer.strip().replace(",", ""), {}, False)
+    raise ValueError(f"its columns {sorted(columns)} are of no layout known here")
+
+
+def _user(text: Any) -> list[dict[str, Any]]:
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("its problem is empty")
+    return [{"role": "user", "content": text.strip()}]
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        return _user(prompt)
+    known = isinstance(prompt, list) and prompt
+    if not known or not all(isinstance(part, dict) and {"role", "content"} <= set(part) for part in prompt):
+        raise ValueError("its prompt is neither text nor messages")
+    return [{"role": part["role"], "content": part["content"]} for part in prompt]
+
+
+def _text(mapping: Any, key: str) -> str:
+    value = mapping.get(key) if isinstance(mapping, dict) else None
+    if value is None or not str(value).strip():
+        raise ValueError(f"it has no {key}")
+    return str(value).strip()

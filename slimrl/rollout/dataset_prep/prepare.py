@@ -1,0 +1,244 @@
+"""From the files of a published set to one `.jsonl` file per split, with an account of every row.
+
+Promises that a file appears whole or not at all, that nothing is overwritten, and that each row read is written,
+counted as a repetition, counted as left out, or bad. Called by `tools/prepare_data.py`.
+
+Finds and reads the files of a published data set: a file, a folder or an id of the Hugging Face hub.
+
+Promises that every row comes with its address, and one that is not an object as a BadRow. Called by
+`tools/prepare_data.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slimrl.data.readers import BadRow, Row, bad_rows_error, open_rows
+from slimrl.rollout.dataset_prep.layouts import LeftOutError, is_tree, preference_row, problem_row, tree_pairs
+
+SPLITS = ("train", "test", "validation")
+_KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".json")
+# what describes a set and lies beside its rows
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json")
+_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def local_folder(source: str) -> Path:
+    """`source` where it exists, else the folder into which the data set of that id was downloaded.
+
+    Raises FileNotFoundError where there is neither.
+    """
+    path = Path(source)
+    if path.exists():
+        return path
+    if not _SET_ID.fullmatch(source):
+        raise FileNotFoundError(
+            f"--input {source} does not exist: give a file, a folder, or the id of a data set like openai/gsm8k"
+        )
+    # imported here: it takes a moment, and most runs name a folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(source, repo_type="dataset", allow_patterns=[f"*{kind}" for kind in _KINDS]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"--input {source} is no folder here, and the data set of that id could not be downloaded ({reason}): check"
+            " the spelling and the network, or give a folder"
+        ) from error
+
+
+def files_by_split(path: Path, parts: Sequence[str], folders: Sequence[str]) -> dict[str, list[Path]]:
+    """The data files at `path` by split; a file that names no split is of "train".
+
+    Only `folders` of it are looked at, where there are any. Else, where it holds a folder named in `parts`, only the
+    first such one is: published sets often hold the same rows in several ways. Raises FileNotFoundError where there is
+    no such folder or no data file.
+    """
+    if path.is_file():
+        return {_split_of(Path(path.name)): [path]}
+    roots = [path / folder for folder in folders] or [path / part for part in parts if (path / part).is_dir()][:1]
+    found: dict[str, list[Path]] = {}
+    for root in roots or [path]:
+        if not root.is_dir():
+            raise FileNotFoundError(f"--folders {root.name}: there is no such folder in {path}: check the spelling")
+        for file in sorted(root.rglob("*")):
+            inner = file.relative_to(root)
+            hidden = any(part.startswith(".") for part in inner.parts)
+            if file.name.endswith(_KINDS) and file.name not in _NOT_DATA and not hidden and file.is_file():
+                found.setdefault(_split_of(inner), []).append(file)
+    if not found:
+        raise FileNotFoundError(f"--input {path} holds no {', '.join(_KINDS)} file: give the folder of the data set")
+    return found
+
+
+def read_file(path: Path) -> Iterator[tuple[str, Row]]:
+    """Each row of a file with its address, in order. A `.json` file holds one row or a list of them."""
+    if path.name.endswith(".jsonl.gz"):
+        with gzip.open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _row(line)
+    elif path.suffix == ".json":
+        content = _parsed(path.read_bytes())
+        for number, value in enumerate(content if isinstance(content, list) else [content], 1):
+            yield f"{path}: row {number}", value if isinstance(value, dict | BadRow) else BadRow("not a JSON object")
+    else:
+        rows = open_rows(str(path))
+        values = (value for block in rows.blocks(hashlib.blake2b()) for value in block)
+        for number, value in enumerate(values):
+            yield rows.where(number), value
+
+
+def _split_of(path: Path) -> str:
+    """By the name of the file, else by the folder nearest to it."""
+    for part in reversed(path.parts):
+        for split in SPLITS:
+            if re.match(rf"{split}(?![a-z])", part.lower()):
+                return split
+    return SPLITS[0]
+
+
+def _row(line: bytes) -> Row:
+    value = _parsed(line)
+    return value if isinstance(value, dict | BadRow) else BadRow("not a JSON object")
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError as error:
+        return BadRow(f"not valid JSON: {error}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PublicSet:
+    """A set that is known by name: where it is published, and what its prepared files are called."""
+
+    hub_id: str | None  # None: there are many, the user names one
+    parts: tuple[str, ...] = ()  # folders of which the first that is there holds all rows
+    file_name: str | None = None  # None: by split, train.jsonl and so on
+    holds_pairs: bool = False
+
+
+PUBLIC_SETS = {
+    "MATH-lighteval": PublicSet("DigitalLearningGmbH/MATH-lighteval", ("data", "MATH")),
+    "dapo-math-17k": PublicSet("zhuzilin/dapo-math-17k", file_name="dapo-math-17k.jsonl"),
+    "aime-2024": PublicSet("zhuzilin/aime-2024", file_name="aime-2024.jsonl"),
+    "gsm8k": PublicSet("openai/gsm8k", ("main",)),
+    "preference": PublicSet(None, holds_pairs=True),
+}
+
+
+@dataclasses.dataclass
+class Account:
+    """What became of the rows of one file; `read` is the sum of the others, except for trees of messages."""
+
+    path: Path
+    read: int = 0
+    written: int = 0
+    repeated: int = 0
+    left_out: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    bad: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = {"repetitions": self.repeated, **self.left_out, "bad": len(self.bad)}
+        others = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+        return f"{self.path}: {self.written} of {self.read} rows" + (f" ({others})" if others else "")
+
+
+def prepare(
+    known: PublicSet,
+    source: str,
+    folder: Path,
+    *,
+    folders: Sequence[str],
+    instruction: str | None,
+    max_bad: int,
+    keys: dict[str, str],
+) -> list[Account]:
+    """Writes the files of a set into `folder`; only `folders` of it are read, where there are any.
+
+    `instruction` is that of `problem_row`, `keys` renames the columns written, `max_bad` rows of a file may be bad.
+
+    Raises FileExistsError where one of them is there already, FileNotFoundError where the set is not, and
+    BadRowsError where more than `max_bad` rows of a file are bad; then nothing is left of that file.
+    """
+    splits = files_by_split(local_folder(source), known.parts, folders)
+    if known.file_name is not None:
+        splits = {known.file_name: [file for files in splits.values() for file in files]}
+    targets = {split: folder / (split if split.endswith(".jsonl") else f"{split}.jsonl") for split in splits}
+    for target in targets.values():
+        if target.exists():
+            raise FileExistsError(f"{target} is there already: remove it, or give another --output-dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    if known.holds_pairs:
+        return [_write_file(target, splits[split], _pairs, max_bad, keys) for split, target in targets.items()]
+
+    def problems(files: list[Path], account: Account) -> Iterator[dict[str, Any]]:
+        return _each(files, account, lambda row: problem_row(row, instruction))
+
+    return [_write_file(target, splits[split], problems, max_bad, keys) for split, target in targets.items()]
+
+
+Convert = Callable[[list[Path], Account], Iterator[dict[str, Any]]]
+
+
+def _write_file(target: Path, files: list[Path], convert: Convert, max_bad: int, keys: dict[str, str]) -> Account:
+    account = Account(target)
+    seen: set[bytes] = set()
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with partial.open("wb") as out:
+            for row in convert(files, account):
+                line = orjson.dumps({keys.get(key, key): value for key, value in row.items()})
+                digest = hashlib.blake2b(line, digest_size=16).digest()
+                if digest in seen:
+                    account.repeated += 1
+                    continue
+                seen.add(digest)
+                account.written += 1
+                out.write(line + b"\n")
+        if len(account.bad) > max_bad:
+            mend = "raise --max-bad-rows to leave that many out, or give the set in another layout"
+            raise bad_rows_error(", ".join(map(str, files[:3])), account.bad, max_bad, mend)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return account
+
+
+def _each(
+    files: list[Path], account: Account, convert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for where, row in (numbered for file in files for numbered in read_file(file)):
+        account.read += 1
+        try:
+            if isinstance(row, BadRow):
+                raise ValueError(row.reason)
+            yield convert(row)
+        except LeftOutError as reason:
+            account.left_out[str(reason)] += 1
+        except ValueError as error:
+            account.bad.append(f"{where}: {error}")
+        except (KeyError, TypeError, AttributeError) as error:
+            account.bad.append(f"{where}: a column of it has another shape than in this layout ({error!r})")
+
+
+def _pairs(files: list[Path], account: Account) -> Iterator[dict[str, Any]]:
+    first = next((row for file in files for _, row in read_file(file) if not isinstance(row, BadRow)), {})
+    if not is_tree(first):
+        yield from _each(files, account, preference_row)
+        return
+    rows = list(_each(files, account, dict))
+    yield from tree_pairs(rows)

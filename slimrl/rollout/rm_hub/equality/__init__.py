@@ -1,5 +1,0 @@
-"""Whether two short mathematical answers mean the same: `answers_equal` is the one door."""
-
-from slimrl.rollout.rm_hub.equality.compare import answers_equal
-
-__all__ = ["answers_equal"]

@@ -1,0 +1,363 @@
+"""Deciding whether two answers mean the same: spelling, exact numbers, then shape by shape, then computer algebra.
+
+Called in a grader's process. Algebra is only asked about single values and relations that nothing cheaper decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from slimrl.rollout.rm_hub.math_equivalence import equality_chains, intervals, parse, text_answers
+from slimrl.rollout.rm_hub.math_equivalence.normalize import clean, tight
+from slimrl.rollout.rm_hub.math_equivalence.quantities import at_once, conversion, measure, rational, split_unit
+
+MAX_CHARS = 2000
+MAX_DEPTH = 12
+MAX_ITEMS = 200
+
+_TRIGONOMETRIC = re.compile(r"sin|cos|tan|cot|sec|csc|\\pi")
+_GROUPED = re.compile(r",(?=\d{3})")
+_BASED = re.compile(r"(-?[0-9A-F]+)_\{?(\d+)\}?")
+_HEXADECIMAL = re.compile(r"(-?)0[xX]([0-9A-Fa-f]+)")
+_SPOKEN_RATIO = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=[\d\\])")
+
+Algebra = Callable[[str, str], bool]
+
+
+def answers_equal(answer: str, label: str, algebra: Algebra) -> bool:
+    """Whether `answer` means what `label` means.
+
+    `algebra(answer, label)` decides about LaTeX expressions and relations; what it raises passes through. Answers of
+    more than `MAX_CHARS` characters, and nested more than `MAX_DEPTH` deep, are equal only where they are spelled so.
+    """
+    if answer.strip() == label.strip():
+        return bool(answer.strip())
+    if len(answer) > MAX_CHARS or len(label) > MAX_CHARS:
+        return False
+    values = at_once(answer), at_once(label)
+    if None not in values:
+        return values[0] == values[1]
+    answer, label = clean(answer), clean(label)
+    if not answer or not label:
+        return False
+    return _Comparison(algebra).equal(answer, label)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """Compares texts as `clean` leaves them; `depth` counts how deep inside brackets they stand."""
+
+    algebra: Algebra
+    depth: int = 0
+
+    def equal(self, answer: str, label: str) -> bool:
+        if tight(answer) == tight(label):
+            return True
+        if "\\text" in answer + label and text_answers.plain(answer) == text_answers.plain(label):
+            return True
+        if self.depth > MAX_DEPTH or not answer or not label:
+            return False
+        values = rational(answer), rational(label)
+        if None not in values:
+            return values[0] == values[1]
+        if (":" in answer) != (":" in label) and "to" in answer + label:
+            answer, label = (_SPOKEN_RATIO.sub(":", text) for text in (answer, label))
+            if tight(answer) == tight(label):
+                return True
+        plain = [
+            _GROUPED.sub("", text) if value is not None else text
+            for text, value in zip((answer, label), values, strict=True)
+        ]
+        if plain != [answer, label] and self._deeper().equal(*plain):
+            return True  # `1,024` is a number, and may still be a list
+        for decide in (
+            self._numbers,
+            self._other_bases,
+            self._matrices,
+            self._choices,
+            self._words,
+            self._sets_of_reals,
+            self._assignments,
+            self._lists,
+            self._values,
+        ):
+            verdict = decide(answer, label)
+            if verdict is not None:
+                return verdict
+        return self._without_degrees(answer, label) or self.algebra(answer, label)
+
+    def _without_degrees(self, answer: str, label: str) -> bool:
+        """Whether the two are the same where one says that it is in degrees: `180 - x` and `180^\\circ - x`."""
+        signs = "^\\circ" in answer, "^\\circ" in label
+        if signs[0] == signs[1] or _TRIGONOMETRIC.search(answer + label):
+            return False
+        return self._deeper().equal(answer.replace("^\\circ", ""), label.replace("^\\circ", ""))
+
+    def _deeper(self) -> _Comparison:
+        return dataclasses.replace(self, depth=self.depth + 1)
+
+    def _numbers(self, answer: str, label: str) -> bool | None:
+        """Numbers with units or a currency."""
+        parts = split_unit(answer), split_unit(label)
+        if any(rational(value) is None for value, _ in parts):
+            return None
+        return self._values(answer, label)
+
+    def _other_bases(self, answer: str, label: str) -> bool | None:
+        """Numbers with their base, `1010_2`: the same digits in the same base, or left out, or the decimal number."""
+        prefixed = [_HEXADECIMAL.fullmatch(text) for text in (answer, label)]
+        if any(prefixed):
+            return self._prefixed(prefixed, answer, label)
+        bases = [_BASED.fullmatch(text) for text in (answer, label)]
+        if None not in bases:
+            return bases[0].groups() == bases[1].groups()
+        based, plain = (bases[0], label) if bases[0] is not None else (bases[1], answer)
+        if based is None or not plain.isdecimal() or not 2 <= int(based[2][:3]) <= 36:
+            return None
+        return based[1] == plain or _in_decimals(based[1], int(based[2][:3])) == int(plain)
+
+    def _prefixed(self, prefixed: list[re.Match[str] | None], answer: str, label: str) -> bool:
+        """`0x10` as the number 16, or as digits in base 16 where the other has a base; never as the digits 10."""
+        texts = [answer, label]
+        based = any(map(_BASED.fullmatch, texts))
+        for place, match in enumerate(prefixed):
+            if match is not None:
+                digits = f"{match[2].lstrip('0').upper() or 0}_16" if based else str(int(match[2], 16))
+                texts[place] = match[1] + digits
+        return self._deeper().equal(*texts)
+
+    def _matrices(self, answer: str, label: str) -> bool | None:
+        first, second = parse.matrix(answer), parse.matrix(label)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            return self._vector(first or second, label if first is not None else answer)
+        if [len(row) for row in first] != [len(row) for row in second]:
+            return False
+        inner = self._deeper()
+        pairs = zip(sum(first, []), sum(second, []), strict=True)
+        return all(inner.equal(one, other) for one, other in pairs)
+
+    def _vector(self, rows: list[list[str]], other: str) -> bool | None:
+        """A matrix of one column or one row against a tuple; None where the other is neither."""
+        entries = sum(rows, [])
+        items = parse.bracketed(other)
+        if items is None or items.brackets == "{}" or len(items.items) != len(entries):
+            return None if items is None or len(items.items) == 1 else False
+        if len(rows) > 1 and len(rows[0]) > 1:
+            return False
+        return self._ordered(entries, items.items)
+
+    def _choices(self, answer: str, label: str) -> bool | None:
+        first, second = text_answers.choice(answer), text_answers.choice(label)
+        if first is not None and second is not None:
+            return first[0] == second[0]
+        if first is not None and first[1]:
+            return self._deeper().equal(first[1], label) or None
+        if second is not None and second[1]:
+            return self._deeper().equal(answer, second[1]) or None
+        return None
+
+    def _words(self, answer: str, label: str) -> bool | None:
+        first, second = text_answers.as_words(answer), text_answers.as_words(label)
+        if first is None and second is None:
+            return None
+        if first is not None and second is not None:
+            if first == second or text_answers.with_digits(first) == text_answers.with_digits(second):
+                return True
+            lists = parse.bare_list(answer), parse.bare_list(label)
+            if None not in lists and all(text_answers.as_words(item) for part in lists for item in part.items):
+                return self._unordered(lists[0].items, lists[1].items)
+            with_units = split_unit(answer), split_unit(label)
+            if all(rational(value) is not None for value, _ in with_units):
+                return None
+            return False
+        spoken, other = (first, label) if first is not None else (second, answer)
+        value = text_answers.number_word(spoken)
+        if value is not None:
+            return value == rational(split_unit(other)[0])
+        if spoken == "infinitely many":
+            return tight(other) == "\\infty" or None
+        if spoken == "no solution":
+            return tight(other) == "\\emptyset" or None
+        if spoken == "all real numbers":
+            return tight(other) in ("\\mathbb{R}", "(-\\infty,\\infty)", "(-\\infty,+\\infty)") or None
+        return None
+
+    def _sets_of_reals(self, answer: str, label: str) -> bool | None:
+        if not (intervals.is_set_of_reals(answer) or intervals.is_set_of_reals(label)):
+            return None
+        first, second = intervals.union(answer), intervals.union(label)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            if not _is_set_or_relation(answer, label):
+                return False
+            known = [
+                text if part is None else intervals.as_text(part) for text, part in ((answer, first), (label, second))
+            ]
+            return self.algebra(answer, label) or (known != [answer, label] and self.algebra(*known))
+        return intervals.equal(first, second, self._deeper().equal)
+
+    def _assignments(self, answer: str, label: str) -> bool | None:
+        verdict = self._values_given(answer, label)
+        return equality_chains.holds(answer) if verdict else verdict
+
+    def _values_given(self, answer: str, label: str) -> bool | None:
+        first, second = _assigned(answer), _assigned(label)
+        if second is not None and not parse.is_name(second[0]):
+            return None  # a label that is an equation asks for an equation
+        if first is None and second is None:
+            return None
+        if first is not None and second is not None:
+            if not (parse.is_name(first[0]) and parse.is_name(second[0])):
+                return self.algebra(answer, label)
+            if tight(first[0]) != tight(second[0]):
+                return self.algebra(answer, label) if _has_letters(first[1]) or _has_letters(second[1]) else False
+            return self._deeper().equal(first[1], second[1])
+        (_, value), other = (first, label) if first is not None else (second, answer)
+        if parse.relation(other) is not None and parse.bare_list(other) is None:
+            return None
+        pair = (value, other) if first is not None else (other, value)
+        return self._deeper().equal(*pair)
+
+    def _lists(self, answer: str, label: str) -> bool | None:
+        first, second = _items(answer), _items(label)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            if first is not None:
+                return _stands_for_its_item(first) and self._deeper().equal(first.items[0], label)
+            return _stands_for_its_item(second) and self._deeper().equal(answer, second.items[0])
+        if (len(first.items) == 1) != (len(second.items) == 1):
+            pair = (first.items[0], label) if len(first.items) == 1 else (answer, second.items[0])
+            return self._deeper().equal(*pair)
+        if max(len(first.items), len(second.items)) > MAX_ITEMS:
+            return False
+        kinds = {first.brackets, second.brackets}
+        if kinds <= {"{}"}:
+            return self._unordered(first.items, second.items, repeated=True)
+        if "{}" in kinds:
+            return "" in kinds and self._unordered(first.items, second.items)
+        if kinds == {""}:
+            return self._unordered(first.items, second.items)
+        if len(kinds) == 2 and "" not in kinds and len(first.items) == 2 and kinds != {"()", "<>"}:
+            return False  # a point is no interval, and (0, 1] is not [0, 1)
+        return self._ordered(first.items, second.items)
+
+    def _values(self, answer: str, label: str) -> bool | None:
+        (value, unit), (other, other_unit) = split_unit(answer), split_unit(label)
+        if unit is None and other_unit is None:
+            return None
+        same = self._deeper().equal
+        if unit is not None and other_unit is not None:
+            factor = conversion(unit, other_unit)
+            if factor is None:
+                return self._as_letters(answer, label)
+            return same(value, other) if factor == 1 else self._scaled(value, factor, other)
+        if unit is not None:
+            return self._one_unit(value, unit, other) or self._as_letters(answer, label)
+        return self._one_unit(other, other_unit, value) or self._as_letters(answer, label)
+
+    def _one_unit(self, value: str, unit: str, bare: str) -> bool:
+        """A value with a unit against one without: the unit may go without saying, or be worked in."""
+        kind, size = measure(unit)
+        if self._deeper().equal(value, bare):
+            return True
+        if kind == "share":
+            return self._scaled(value, Fraction(1, 100), bare)
+        if kind == "angle" and "\\pi" in bare:
+            return self.algebra(f"({value})\\cdot\\frac{{\\pi}}{{180}}", bare)
+        return False
+
+    def _as_letters(self, answer: str, label: str) -> bool:
+        """Letters that look like a unit may be variables: `5 m` and `5m`, `2 x h` and `2hx`."""
+        return "\\text" not in answer + label and self.algebra(answer, label)
+
+    def _scaled(self, value: str, factor: Fraction, other: str) -> bool:
+        values = rational(value), rational(other)
+        if None not in values:
+            return values[0] * factor == values[1]
+        return self.algebra(f"({value})\\cdot\\frac{{{factor.numerator}}}{{{factor.denominator}}}", other)
+
+    def _ordered(self, first: list[str], second: list[str]) -> bool:
+        inner = self._deeper()
+        return len(first) == len(second) and all(inner.equal(*pair) for pair in zip(first, second, strict=True))
+
+    def _unordered(self, first: list[str], second: list[str], *, repeated: bool = False) -> bool:
+        """Whether the two hold the same values; with `repeated` a value may stand more often on one side."""
+        inner = self._deeper()
+        if not repeated and len(first) != len(second):
+            return False
+        if repeated:
+            return all(any(inner.equal(one, other) for other in second) for one in first) and all(
+                any(inner.equal(one, other) for one in first) for other in second
+            )
+        rest = list(second)
+        for item in first:
+            match = next((other for other in rest if inner.equal(item, other)), None)
+            if match is None:
+                return False
+            rest.remove(match)
+        return True
+
+
+def _in_decimals(digits: str, base: int) -> int | None:
+    try:
+        return int(digits, base)
+    except ValueError:  # a digit that the base does not have
+        return None
+
+
+def _assigned(text: str) -> tuple[str, str] | None:
+    """The name and the value of `name = value`, of a chain of equalities its last value; of `name \\in set` the set."""
+    chain = parse.relation(text)
+    if chain is None or parse.bare_list(text) is not None:
+        return None
+    named = parse.is_name(chain.terms[0])
+    if named and chain.signs == ["\\in"]:
+        return chain.terms[0], chain.terms[-1]
+    # an equation that ends in 0 has no value, unless it gives something the name of 0
+    equalities = all(sign in ("=", "\\approx", "\\simeq", "\\equiv") for sign in chain.signs)
+    if not equalities or (not named and chain.terms[-1] == "0"):
+        return None
+    # what stands before the first rounding is exact
+    exact = next((place for place, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
+    if not named and chain.signs == ["="] and parse.is_name(chain.terms[1]) and rational(chain.terms[0]) is not None:
+        return chain.terms[1], chain.terms[0]
+    return chain.terms[0], chain.terms[exact] if exact or not (named or not chain.terms[0]) else chain.terms[-1]
+
+
+def _has_letters(text: str) -> bool:
+    """Whether a value may depend on something: letters other than those of commands."""
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) is not None
+
+
+def _stands_for_its_item(items: parse.Items) -> bool:
+    """Whether brackets around one value may be left out, as those around the empty set may not."""
+    return len(items.items) == 1 and not (items.brackets == "{}" and tight(items.items[0]) == "\\emptyset")
+
+
+def _is_set_or_relation(answer: str, label: str) -> bool:
+    """Whether algebra may find two sets of numbers in what is no list of intervals: an intersection, `x^2 < 4`."""
+    return all(
+        parse.relation(text) or parse.bracketed(text) or re.search(r"\\c[au]p|\\setminus", text)
+        for text in (answer, label)
+    )
+
+
+def _items(text: str) -> parse.Items | None:
+    """The values of a list, set or tuple, with both values of every `\\pm`; None where it is a single value."""
+    items = parse.bare_list(text)
+    if items is None:
+        items = parse.bracketed(text) or parse.union_of_sets(text) or parse.point(text)
+        if items is not None and items.brackets == "[]" and len(items.items) == 1:
+            items = parse.Items("()", items.items)
+    if items is None and ("\\pm" in text or "\\mp" in text):
+        items = parse.Items("", [text])
+    if items is None or items.brackets not in ("", "{}"):
+        return items
+    return parse.Items(items.brackets, [value for item in items.items for value in parse.both_signs(item)])

@@ -1,0 +1,290 @@
+"""The rules that judge a response in a grader's process, by name; pure functions of text.
+
+Called by `grader_worker` with what `builtin` packed on the other side of the pipe.
+
+Multiple choice in the manner of GPQA: which letter a response settles on, or which choice it spells out.
+
+Word overlap of two answers in plain language: the F1 score of the SQuAD evaluation (Rajpurkar et al., 2016).
+
+Finding the final answer of a response: the content of its last `\boxed{...}`, and where its own text ends.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from slimrl.rollout.rm_hub import ifeval
+from slimrl.rollout.rm_hub.choice_letters import Statement, statements
+from slimrl.rollout.rm_hub.math_equivalence import answers_equal
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CLOSED = {"yes", "no", "noanswer"}
+
+
+def f1(answer: str, label: str) -> float:
+    """2 PR / (P + R) over the words of both, counted with repeats, in [0, 1].
+
+    Case, punctuation and articles do not count. Where one side is just yes, no or noanswer, the other has to be too.
+    """
+    words, expected = normalized(answer), normalized(label)
+    if words == expected:
+        return 1.0
+    if {" ".join(words), " ".join(expected)} & _CLOSED:
+        return 0.0
+    shared = sum((Counter(words) & Counter(expected)).values())
+    if shared == 0:
+        return 0.0
+    precision, recall = shared / len(words), shared / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def normalized(text: str) -> list[str]:
+    """The words that count."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+_UNBRACED = re.compile(r"[^\s$]+?(?=\\[)\]]|[\s$]|$)")
+_SPECIAL_TOKEN = re.compile(r"(?:<[|｜][^<>|｜\s]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>)$")
+_END_CHARS = 1000
+_MARKERS = ("\\boxed", "\\fbox")
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed 5`, `\\boxed5`), None where there is none.
+
+    A last box that is never closed (a truncated response) counts as no answer. Time linear in the text.
+    """
+    start, marker = max((text.rfind(marker), marker) for marker in _MARKERS)
+    if start < 0:
+        return None
+    after = text[start + len(marker) :]
+    rest = after.lstrip()
+    if not rest.startswith("{"):
+        # letters behind the marker make another command of it
+        word = None if after[:1].isalpha() else _UNBRACED.match(rest)
+        return None if word is None else word[0]
+    depth = 0
+    for position, character in enumerate(rest):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return rest[1:position].strip()
+    return None
+
+
+def without_special_tokens(text: str) -> str:
+    """The text without the tokens, such as `<|im_end|>`, by which a model ends it."""
+    start, end = text[:-_END_CHARS], text[-_END_CHARS:].rstrip()
+    while (token := _SPECIAL_TOKEN.search(end)) is not None:
+        end = end[: token.start()].rstrip()
+    return start + end
+
+
+LETTERS = "ABCDEFGHIJ"
+_ALONE = re.compile(r"[\s*_`$(\[{]*(?:\\text\{)?\(?([A-Za-z])[)\]}.:*_`$\s]*")
+_LEADING = re.compile(r"\s{0,9}\(?([A-Z])[).:]\s+\S")
+_PARENTHESISED = re.compile(r"\(([A-Z])\)")
+_POINTED_AT = re.compile(r"(?:^|[:=→;,—–-])[\s*(]*([B-HJ])[)*]*[.!]?\s*$")
+
+
+def question(label: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What judging needs of a sample: `letters` in use, the right `letter`, and the `choices` by letter.
+
+    The right answer is `metadata.correct_letter`, or the label: a letter, the number of a choice from 0, or a choice's
+    text. Choices are `metadata.choices`, a list or a dict by letter. Raises ValueError where they do not fit.
+    """
+    choices = metadata.get("choices") or []
+    if not isinstance(choices, dict):
+        choices = dict(zip(LETTERS, map(str, choices), strict=False))
+    letters = metadata.get("valid_letters") or list(choices) or list(LETTERS[:8])
+    letters = [str(letter).upper() for letter in letters]
+    letter = _right_letter(metadata.get("correct_letter", label), letters, choices)
+    if letter is None:
+        raise ValueError(
+            f"the label is {label!r}, and gpqa rewards need one of the letters {', '.join(letters)}, the number of a"
+            " choice or its text (metadata.choices): check --label-key and --metadata-key"
+        )
+    return {"letters": letters, "letter": letter, "choices": choices}
+
+
+def is_right(response: str, question: dict[str, Any]) -> bool:
+    """Whether the response settles on the right letter, or, naming none, spells out the right choice and no other."""
+    letter = chosen_letter(response, question["letters"])
+    if letter is not None:
+        return letter == question["letter"]
+    choices = {name: _words(text) for name, text in question["choices"].items()}
+    if question["letter"] not in choices:
+        return False
+    tail = _words(last_boxed(response) or response[-2000:])
+    spelled = [
+        name
+        for name, text in choices.items()
+        if text and re.search(rf"(?<!\bnot)(?<!\bnot the)(?<!\bnot a) {re.escape(text)} ", f" {tail} ")
+    ]
+    longest = max(spelled, key=lambda name: len(choices[name]), default=None)
+    return longest == question["letter"]
+
+
+def chosen_letter(response: str, letters: list[str]) -> str | None:
+    """The letter of the last box, else of the last line that is one, else the one that the text last calls the answer
+    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny."""
+    boxed = last_boxed(response)
+    for pattern, text in (
+        (_ALONE, boxed or ""),
+        (_LEADING, boxed or ""),
+    ):
+        match = pattern.match(text)
+        if match is not None and match[1].upper() in letters and (pattern is _LEADING or match.end() == len(text)):
+            return match[1].upper()
+    response = without_special_tokens(response)
+    lines = [line for line in response.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if (match := _ALONE.fullmatch(last)) and match[1].upper() in letters:
+        return match[1].upper()
+    said = statements(response, letters)
+    settled, denied = _settled(said)
+    if settled is not None:
+        return settled
+    if any(statement.says == "open" for statement in said[-1:]):
+        return None
+    for pattern, text in ((_PARENTHESISED, response), (_LEADING, last), (_POINTED_AT, last)):
+        found = [letter for letter in pattern.findall(text) if letter in letters]
+        if found:
+            return found[-1] if found[-1] not in denied else None
+    return None
+
+
+def _settled(said: list[Statement]) -> tuple[str | None, set[str]]:
+    """The letter that was last called the answer and not taken back, and those that were last said not to be it.
+
+    What is only said to be true or false does not replace what was called the answer, unless that was taken back.
+    """
+    settled, weight, denied = None, 0, set()
+    for statement in said:
+        weight = min(weight, 1) if statement.rethought else weight
+        if statement.says == "is" and statement.weight >= weight:
+            (settled,), weight = set(statement.letters), statement.weight
+            denied.discard(settled)
+        elif statement.says == "is not":
+            denied |= set(statement.letters)
+            if settled in denied and statement.weight >= weight:
+                settled, weight = None, 0
+        elif statement.says == "open":
+            settled, weight = None, 0
+    return settled, denied
+
+
+def _right_letter(label: Any, letters: list[str], choices: dict[str, str]) -> str | None:
+    if isinstance(label, int) and not isinstance(label, bool):
+        return letters[label] if 0 <= label < len(letters) else None
+    if not isinstance(label, str) or not label.strip():
+        return None
+    boxed = last_boxed(label)
+    text = (label if boxed is None else boxed).strip()
+    match = _ALONE.fullmatch(text)
+    if match is not None and match[1].upper() in letters:
+        return match[1].upper()
+    if text.isdecimal() and int(text) < len(letters) and text not in choices.values():
+        return letters[int(text)]
+    return next((name.upper() for name, choice in choices.items() if _words(choice) == _words(text)), None)
+
+
+def _words(text: str) -> str:
+    return " ".join(re.findall(r"[+-]?\w+(?:[.+-]\w+)*", text.casefold()))
+
+
+Algebra = Callable[[str, str], bool]
+
+DAPO_TAIL_CHARS = 300
+NO_ANSWER = "[INVALID]"
+THINKING_ENDS = ("</think>", "###Response")
+_ANSWER_LINE = re.compile(r"(?i)answer[\s*_]*[:：][\s*_`]*([^\n]+)")
+# emphasis is not part of an answer; between two values `**` is a power
+_EMPHASIS = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\])|^[*_`\s]+|[*_`\s]+$")
+_TEXT_COMMAND = re.compile(r"\\text[a-z]*\s*\{([^{}]*)\}")
+
+
+def judge(request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
+    """The reward of `request["response"]` by `request["rule"]`.
+
+    With `boxed` only the content of its last box is judged, and a response without one is wrong.
+    """
+    response = request["response"]
+    if request["boxed"]:
+        response = last_boxed(response)
+        if response is None:
+            return wrong(request["rule"])
+    return _RULES[request["rule"]](response, request, algebra)
+
+
+def wrong(rule: str) -> float | dict[str, Any]:
+    """The reward of an answer that is wrong, missing, or without a verdict."""
+    return {"score": -1.0, "acc": False, "pred": NO_ANSWER} if rule == "dapo" else 0.0
+
+
+def after_thinking(response: str) -> str | None:
+    """What follows the last end-of-thinking marker; None where the response never ends its thinking."""
+    for marker in THINKING_ENDS:
+        _, found, rest = response.rpartition(marker)
+        if found:
+            return rest
+    return None
+
+
+def _math(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    answer = response if request["boxed"] else last_boxed(response)
+    return float(answer is not None and answers_equal(answer, request["label"], algebra))
+
+
+def _deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    if not request["boxed"]:
+        response = after_thinking(response) or ""
+    return _math(response, request, algebra)
+
+
+def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str, Any]:
+    if request["boxed"]:
+        pred = response.strip()
+    else:
+        found = _ANSWER_LINE.findall(without_special_tokens(response[-DAPO_TAIL_CHARS:]))
+        if not found:
+            return wrong("dapo")
+        pred = _EMPHASIS.sub("", found[-1].strip())
+    boxed = last_boxed(pred)
+    pred = pred if boxed is None else boxed
+    right = answers_equal(pred, request["label"], algebra)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+def _f1(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    if request["boxed"]:
+        response = _TEXT_COMMAND.sub(r"\1", response)
+    return max(f1(response, label) for label in request["label"])
+
+
+def _gpqa(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    rest = after_thinking(response)
+    return float(is_right(response if rest is None else rest, request["question"]))
+
+
+def _ifeval(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    rest = after_thinking(response)
+    return float(all(ifeval.followed(response if rest is None else rest, request["instructions"])))
+
+
+_RULES: dict[str, Callable[[str, dict[str, Any], Algebra], float | dict[str, Any]]] = {
+    "math": _math,
+    "deepscaler": _deepscaler,
+    "dapo": _dapo,
+    "f1": _f1,
+    "gpqa": _gpqa,
+    "ifbench": _ifeval,
+    "ifeval": _ifeval,
+}

@@ -1,0 +1,335 @@
+"""Toys of other model families: transformers' own classes at a size that a CPU trains in minutes.
+
+Owns one row per family, the random model made from it, its config.json in the published form, and the Megatron flags of
+its sizes. What means something (rope, routing, scaling) has the published values; only sizes are small, and every count
+divides by 2. Called by ``tools/make_tiny_model.py --family``.
+
+The model: a Qwen3 of a few hundred thousand parameters, and the Megatron flags which describe it.
+
+Owns the sizes on offer, the Hugging Face configuration made from one, and MODEL_ARGS for the same shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family: transformers' class and the arguments of its config class beside `COMMON`.
+
+    `published` are entries of config.json that transformers' own class does not write; `config_code` is the file that
+    published folders of the family bring along for a config class outside transformers (file, class, base class).
+    """
+
+    architecture: str
+    config: Mapping[str, Any]
+    published: Mapping[str, Any] = field(default_factory=dict)
+    config_code: tuple[str, str, str] | None = None
+
+
+COMMON = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    # The usual 0.02 is meant for widths in the thousands; at 64 it doubles the length of the warm start.
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+ONE_DENSE_LAYER = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+DEEPSEEK = {**ONE_DENSE_LAYER, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": theta, **more}}
+
+
+def _yarn(theta: float, factor: float, beta_fast: float) -> dict[str, Any]:
+    scaling = {"factor": factor, "beta_fast": beta_fast, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    positions = {"max_position_embeddings": int(4096 * factor)}
+    return _rope(theta, rope_type="yarn", original_max_position_embeddings=4096, **scaling) | positions
+
+
+FAMILIES = {
+    "llama": TinyFamily(
+        "LlamaForCausalLM",
+        GROUPED
+        | _rope(
+            500000.0,
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+    ),
+    "qwen2": TinyFamily("Qwen2ForCausalLM", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | _rope(1e6)),
+    "qwen3": TinyFamily("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | _rope(1e6)),
+    "qwen3_moe": TinyFamily(
+        "Qwen3MoeForCausalLM",
+        GROUPED
+        | {"rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True}
+        | _rope(1e6),
+    ),
+    "glm4": TinyFamily(
+        "Glm4ForCausalLM",
+        GROUPED | {"rms_norm_eps": 1e-5, "attention_bias": True} | _rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "glm4_moe": TinyFamily(
+        "Glm4MoeForCausalLM",
+        GROUPED
+        | ROUTED
+        | {"rms_norm_eps": 1e-5, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | _rope(1e6, partial_rotary_factor=0.5),
+        published={"num_nextn_predict_layers": 0},
+    ),
+    "glm4_moe_lite": TinyFamily(
+        "Glm4MoeLiteForCausalLM",
+        LATENT | ROUTED | {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8} | _rope(1e6),
+        published={**ONE_DENSE_LAYER, "topk_method": "noaux_tc"},
+    ),
+    "deepseek_v3": TinyFamily(
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | ROUTED
+        | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5}
+        | _yarn(10000.0, factor=40.0, beta_fast=32.0),
+        published=DEEPSEEK,
+    ),
+    "kimi_k2": TinyFamily(
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | ROUTED
+        | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
+        | _yarn(50000.0, factor=32.0, beta_fast=1.0),
+        # Published files say kimi_k2 and bring code along for it; by their own class they are DeepSeek-V3's.
+        published=DEEPSEEK,
+    ),
+    "moonlight": TinyFamily(
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | ROUTED
+        | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
+        | {"routed_scaling_factor": 2.446}
+        | _rope(50000.0),
+        published=DEEPSEEK,
+    ),
+    "mimo": TinyFamily(
+        "Qwen2ForCausalLM",
+        GROUPED | {"rms_norm_eps": 1e-5} | _rope(640000.0),
+        published={
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+        },
+        config_code=("configuration_mimo", "MiMoConfig", "Qwen2Config"),
+    ),
+}
+
+# Megatron's flag for the size that a key of the config gives
+SIZE_FLAGS = {
+    "num_hidden_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "intermediate_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "vocab_size": "--vocab-size",
+    "max_position_embeddings": "--max-position-embeddings",
+    "rms_norm_eps": "--norm-epsilon",
+    "num_local_experts": "--num-experts",
+    "n_routed_experts": "--num-experts",
+    "num_experts_per_tok": "--moe-router-topk",
+    "moe_intermediate_size": "--moe-ffn-hidden-size",
+    "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank",
+    "qk_nope_head_dim": "--qk-head-dim",
+    "qk_rope_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+    "routed_scaling_factor": "--moe-router-topk-scaling-factor",
+}
+
+
+def build_family_model(
+    name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int, untie: bool = False
+) -> PreTrainedModel:
+    """A randomly initialised float32 model of the family; the same seed gives the same weights.
+
+    Leaves torch's random state alone.
+    """
+    family = FAMILIES[name]
+    architecture = getattr(transformers, family.architecture)
+    arguments = {**COMMON, **family.config, "vocab_size": len(tokenizer), "tie_word_embeddings": not untie}
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = architecture.config_class(**arguments, **tokens, dtype="float32")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = architecture(config)
+    model.generation_config = GenerationConfig(**tokens, do_sample=True, temperature=1.0)
+    return model
+
+
+def publish_config(name: str, folder: Path) -> None:
+    """Rewrites ``folder/config.json`` with the keys that published files of the family have."""
+    family, path = FAMILIES[name], folder / "config.json"
+    entries = json.loads(path.read_text())
+    for key in ("layer_types", "mlp_layer_types", "qk_head_dim", "dtype"):
+        entries.pop(key, None)
+    if "kv_lora_rank" in entries:
+        entries.pop("head_dim", None)
+    if "num_local_experts" in entries:
+        entries["num_experts"] = entries.pop("num_local_experts")
+    rope = entries.pop("rope_parameters")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            entries[key] = rope.pop(key)
+    entries["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    entries["torch_dtype"] = "float32"
+    entries |= family.published
+    if family.config_code is not None:
+        file, own_class, base = family.config_code
+        entries["auto_map"] = {"AutoConfig": f"{file}.{own_class}"}
+        code = f"class {own_class}(transformers.{base}):\n    model_type = {entries['model_type']!r}\n"
+        (folder / f"{file}.py").write_text(f"import transformers\n\n\n{code}")
+    path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+
+
+def size_args_script(name: str, config: PretrainedConfig) -> str:
+    """The text of a bash file that appends the toy's sizes to MODEL_ARGS of a model of the same family."""
+    entries = config.to_dict()
+    flags = {flag: entries[key] for key, flag in SIZE_FLAGS.items() if entries.get(key) is not None}
+    rope = entries["rope_parameters"]
+    flags["--rotary-base"] = int(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        flags["--rotary-scaling-factor"] = rope["factor"]
+    if not entries.get("kv_lora_rank"):
+        flags["--num-query-groups"] = entries["num_key_value_heads"]
+        flags["--kv-channels"] = entries.get("head_dim") or entries["hidden_size"] // entries["num_attention_heads"]
+    if "--num-experts" in flags:
+        layers, dense = entries["num_hidden_layers"], 1 if "n_routed_experts" in entries else 0
+        flags["--moe-layer-freq"] = f'"[0]*{dense}+[1]*{layers - dense}"' if dense else f'"[1]*{layers}"'
+    if entries.get("n_shared_experts"):
+        flags["--moe-shared-expert-intermediate-size"] = entries["n_shared_experts"] * entries["moe_intermediate_size"]
+    if entries.get("n_group", 1) > 1:
+        flags["--moe-router-num-groups"], flags["--moe-router-group-topk"] = entries["n_group"], entries["topk_group"]
+    body = "".join(f"   {flag} {value}\n" for flag, value in flags.items())
+    header = f"# Sizes of a toy of the family {name}; to be sourced after the flags of a model of this family.\n"
+    return f"{header}# shellcheck shell=bash disable=SC2034\nMODEL_ARGS+=(\n{body})\n"
+
+
+@dataclass(frozen=True)
+class TinySize:
+    """The shape of a tiny Qwen3; every count divides by a tensor-parallel size of 2."""
+
+    num_layers: int = 2
+    hidden_size: int = 64
+    ffn_hidden_size: int = 128
+    num_attention_heads: int = 4
+    num_query_groups: int = 2
+    kv_channels: int = 16
+    max_position_embeddings: int = 2048
+    rotary_base: int = 10000
+    norm_epsilon: float = 1e-6
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} is no multiple of "
+                f"--num-query-groups {self.num_query_groups}; each group serves the same number of heads"
+            )
+
+
+SIZES = {
+    "tiny": TinySize(),
+    "small": TinySize(
+        num_layers=4, hidden_size=128, ffn_hidden_size=384, num_attention_heads=8, num_query_groups=4, kv_channels=16
+    ),
+}
+
+
+def build_model(size: TinySize, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
+    """A randomly initialised float32 model; the same seed gives the same weights. Leaves torch's random state alone."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=size.hidden_size,
+        intermediate_size=size.ffn_hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_attention_heads,
+        num_key_value_heads=size.num_query_groups,
+        head_dim=size.kv_channels,
+        max_position_embeddings=size.max_position_embeddings,
+        rms_norm_eps=size.norm_epsilon,
+        rope_theta=size.rotary_base,
+        tie_word_embeddings=size.tied,
+        # The usual 0.02 is meant for widths in the thousands; at 64 it doubles the length of the warm start.
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
+    return model
+
+
+def model_args_script(size: TinySize, *, vocab_size: int) -> str:
+    """The text of a bash file that sets MODEL_ARGS, in the form of ``scripts/models/*.sh``."""
+    lines = [
+        "--swiglu",
+        f"--num-layers {size.num_layers}",
+        f"--hidden-size {size.hidden_size}",
+        f"--ffn-hidden-size {size.ffn_hidden_size}",
+        f"--num-attention-heads {size.num_attention_heads}",
+        "--group-query-attention",
+        f"--num-query-groups {size.num_query_groups}",
+        f"--kv-channels {size.kv_channels}",
+        "--qk-layernorm",
+        "--use-rotary-position-embeddings",
+        f"--rotary-base {size.rotary_base}",
+        "--disable-bias-linear",
+        "--normalization RMSNorm",
+        f"--norm-epsilon {size.norm_epsilon}",
+        f"--vocab-size {vocab_size}",
+        f"--max-position-embeddings {size.max_position_embeddings}",
+    ]
+    if not size.tied:
+        lines.append("--untie-embeddings-and-output-weights")
+    body = "".join(f"   {line}\n" for line in lines)
+    header = "# Megatron flags of this model; to be sourced.\n# shellcheck shell=bash disable=SC2034\n"
+    return f"{header}MODEL_ARGS=(\n{body})\n"

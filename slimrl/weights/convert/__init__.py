@@ -1,0 +1,1 @@
+"""Hugging Face folders and torch_dist checkpoints, both ways."""

@@ -1,0 +1,217 @@
+"""From a Hugging Face folder to a torch_dist checkpoint, by the same table that loads one into a model.
+
+Promises what megatron-core's own save of the loaded model would write, entry for entry, without that model: each
+weight is read memory-mapped, put in order and written before the next. The folder appears whole or not at all;
+several processes may share the work.
+
+Loads a Hugging Face checkpoint into this rank's part of a Megatron model.
+
+Promises that every parameter is written exactly once and every stored tensor is used, or a refusal that
+names the tensor. Each rank reads only its own slices of the memory-mapped files; no communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slimrl.megatron.checkpoint.folder import RELEASE, TRACKER_NAME
+from slimrl.models.families import Family, Row
+from slimrl.models.model_spec import ModelShape
+from slimrl.platform.collective_errors import Team
+from slimrl.weights.atomic_dir import NewFolder, check_apart, check_space, partial_path
+from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, Checksums, checksums_text
+from slimrl.weights.convert.torch_dist_writer import MAX_FILE_BYTES, Blueprint, Weight, write_torch_dist
+from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.reshard import (
+    check_hf_names,
+    check_hf_shapes,
+    check_tensor_parallel,
+    find,
+    global_tensors,
+    listed,
+    redundant_head,
+    to_shard,
+)
+
+
+@torch.no_grad()
+def load_hf_checkpoint(
+    model: nn.Module | Sequence[nn.Module],
+    shape: ModelShape,
+    family: Family,
+    hf_dir: Path,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    etp_rank: int = 0,
+    etp_size: int = 1,
+    progress: Callable[[Sequence[Row]], Iterable[Row]] = iter,
+) -> None:
+    """Fills the parameters of `model` (a bare GPTModel of any pipeline stage, or its chunks), casting to their dtype.
+
+    `tp_rank` of `tp_size` divides what all tokens pass, `etp_rank` of `etp_size` each expert; which experts this rank
+    holds is read off the model. `progress` is handed the rows to load and passes them on, for example tqdm.
+    Raises FileNotFoundError for missing files and ValueError for a tensor missing, left over or of another
+    shape than the flags describe, naming it.
+    """
+    check_tensor_parallel(shape, tp_size, etp_size)
+    parameters = global_tensors(model)
+    with HfCheckpoint(hf_dir) as checkpoint:
+        check_checkpoint(checkpoint, shape, family)
+        for row in progress(_local_rows(family, shape, parameters)):
+            parts = [checkpoint.tensor(part.name) for part in row.hf]
+            rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
+            shard = to_shard(row, parts, shape, rank=rank, size=size)
+            _copy(shard, parameters.pop(find(row, parameters)), row)
+    if parameters:
+        raise ValueError(
+            f"the model has {listed(parameters)}, which no tensor of {hf_dir} fills: the model flags describe"
+            f" something that the table of {family.model_type} does not name"
+        )
+
+
+def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: Family) -> None:
+    """Raises ValueError where the stored names, shapes or a redundant head do not fit the family and sizes.
+
+    Layers that predict further tokens are left alone: `Family.carried_prefixes` names them.
+    """
+    where = str(checkpoint.folder)
+    carried = family.carried_prefixes(read_hf_config(checkpoint.folder))
+    check_hf_names(checkpoint.names, family, shape, where, carried)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
+    check_hf_shapes(shapes, family, shape, where)
+    head = redundant_head(checkpoint.names, family, shape)
+    if head is not None and not torch.equal(
+        checkpoint.tensor(head), checkpoint.tensor(embedding := family.embedding.hf[0].name)
+    ):
+        raise ValueError(
+            f"{where}: config.json ties the output head to the embedding, yet {head} differs from {embedding}:"
+            " set tie_word_embeddings to false, or remove that tensor from the checkpoint"
+        )
+
+
+def _local_rows(family: Family, shape: ModelShape, parameters: dict[str, Tensor]) -> list[Row]:
+    """The rows whose Megatron tensor this rank has; a tied last pipeline stage has the embedding as its head."""
+    rows = [row for row in family.rows(shape) if find(row, parameters) is not None]
+    if shape.tied and find(family.head, parameters) is not None:
+        rows.append(Row(family.head.megatron, family.embedding.hf, shard_dim=family.head.shard_dim))
+    return rows
+
+
+def _copy(shard: Tensor, parameter: Tensor, row: Row) -> None:
+    if shard.shape != parameter.shape:
+        raise ValueError(
+            f"{row.megatron[0]} has shape {list(parameter.shape)} in the model but its table makes"
+            f" {list(shard.shape)}: the model was not built from the same flags"
+        )
+    parameter.copy_(shard)
+
+
+_ROWS_BYTES = 16 * 1024**2  # the vocabulary's tables are stored in blocks of about this many bytes
+
+
+def hf_to_torch_dist(
+    hf_dir: Path,
+    save_dir: Path,
+    shape: ModelShape,
+    family: Family,
+    blueprint_into: Callable[[Path | None], Blueprint],
+    *,
+    force: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    team: Team | None = None,
+    on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
+) -> Path:
+    """Writes `save_dir/release` and the tracker file that names it; returns the former.
+
+    `blueprint_into` says what the checkpoint holds, and writes megatron-core's own small files into the folder it
+    is given. `on_start` is told the bytes of the whole checkpoint, and what it returns those of each written block.
+    Raises FileExistsError for an existing, not empty `save_dir` without `force`, FileNotFoundError for missing
+    inputs, ValueError naming a tensor that is missing, left over or of another shape, for a disk too full, or, with
+    `force`, for a `save_dir` that holds anything but a converted checkpoint (checkpoints of training, for example).
+    """
+    team = team or Team()
+    check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
+    with HfCheckpoint(hf_dir) as checkpoint:
+        check_checkpoint(checkpoint, shape, family)
+        folder = NewFolder(save_dir, replace=(RELEASE, TRACKER_NAME) if force else ())
+        release = partial_path(save_dir) / RELEASE
+        try:
+            if team.leads:
+                folder.open()
+                release.mkdir()
+            blueprint = blueprint_into(release if team.leads else None)
+            source = _Source(checkpoint, blueprint, shape, family)
+            blueprint = source.in_rows(blueprint)
+            on_written = on_start(blueprint.nbytes)
+            with team.joined():
+                team.together(lambda: check_space(folder.folder, blueprint.nbytes if team.leads else 0))
+                checksums = write_torch_dist(
+                    release,
+                    blueprint,
+                    source.read,
+                    rank=team.rank,
+                    world_size=team.size,
+                    max_file_bytes=max_file_bytes,
+                    on_written=on_written,
+                )
+                team.together(lambda: _commit(folder, checksums) if team.leads else None)
+        except BaseException:
+            if team.leads:
+                folder.discard()
+            raise
+    return Path(save_dir) / RELEASE
+
+
+def _commit(folder: NewFolder, checksums: Mapping[str, Checksums]) -> None:
+    """The checksums, the tracker file, then the whole folder under its name."""
+    release = folder.partial / RELEASE
+    (release / CHECKSUMS_NAME).write_text(checksums_text(release, checksums), encoding="utf-8")
+    (folder.partial / TRACKER_NAME).write_text(RELEASE, encoding="utf-8")
+    folder.commit()
+
+
+class _Source:
+    """The model's weights by their Megatron names, out of the Hugging Face files."""
+
+    def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, shape: ModelShape, family: Family) -> None:
+        self._checkpoint = checkpoint
+        self._shape = shape
+        self._rows: dict[str, Row] = {}
+        names = {weight.name for weight in blueprint.weights}
+        for row in family.rows(shape):
+            name = find(row, names)
+            if name is None:
+                raise ValueError(
+                    f"the model that the flags describe has no {row.megatron[0]}, which a {family.model_type} model"
+                    " has: use the flags of this model"
+                )
+            self._rows[name] = row
+        if unfilled := names - self._rows.keys():
+            raise ValueError(
+                f"the model has {listed(unfilled)}, which no tensor of {checkpoint.folder} fills: the model flags"
+                f" describe something that the table of {family.model_type} does not name"
+            )
+
+    def in_rows(self, blueprint: Blueprint) -> Blueprint:
+        """The blueprint with the vocabulary's tables, the largest weights, in runs of rows."""
+        weights: list[Weight] = []
+        for weight in blueprint.weights:
+            weights += weight.in_rows(_ROWS_BYTES) if self._rows[weight.name].padded_vocab else [weight]
+        return dataclasses.replace(blueprint, weights=tuple(weights))
+
+    def read(self, weight: Weight) -> Tensor:
+        """Its values in the dtype they are stored in; a view of the mapped file where nothing changes."""
+        row, shape = self._rows[weight.name], self._shape
+        parts = [self._checkpoint.tensor(part.name) for part in row.hf]
+        if weight.rows is not None:
+            # rows behind the true vocabulary are padding, as for a table of this run's length
+            begin, end = weight.rows
+            parts = [part[begin:end] for part in parts]
+            shape = dataclasses.replace(shape, padded_vocab_size=end - begin)
+        return to_shard(row, parts, shape, rank=0, size=1).to(weight.pieces[0].dtype)

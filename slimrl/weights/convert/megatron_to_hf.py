@@ -1,0 +1,370 @@
+"""From a torch_dist checkpoint back to a Hugging Face folder, by the same table that loads one.
+
+Promises a folder with every tensor of the original exactly once, in the original's dtypes, beside the
+original's tokenizer and config; it appears whole or not at all. Holds a few rows or one layer's tensors at a time.
+Needs no model and no GPU; several processes may share the work.
+
+One export of the trained weights into a Hugging Face folder, written by all ranks, each its own files.
+
+Promises a folder that appears whole or not at all, with every tensor of the original exactly once, in the original's
+dtype, beside its tokenizer and config; and that a rank which cannot write still gathers to the end, because others of
+its groups wait for it. Called when a checkpoint is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slimrl.models.families import FAMILIES, Family, Row, family_for
+from slimrl.models.model_spec import ModelShape
+from slimrl.platform.collective_errors import Team
+from slimrl.weights.atomic_dir import NewFolder, check_apart, partial_path
+from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
+from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, read_hf_config
+from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, listed, megatron_shape, redundant_head
+from slimrl.weights.safetensors_writer import (
+    MAX_SHARD_BYTES,
+    Shard,
+    ShardWriter,
+    TensorSpec,
+    companions,
+    finish,
+    plan_shards,
+    replaceable,
+)
+
+_WORKERS = 2  # threads of one process; each holds one part of one weight at a time
+_ROWS_BYTES = 8 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A weight to carry over: from the checkpoint by its row, or by name from the original where it lacks it."""
+
+    specs: tuple[TensorSpec, ...]
+    row: Row | None = None
+    stored: StoredTensor | None = None
+
+
+def torch_dist_to_hf(
+    input_dir: Path,
+    output_dir: Path,
+    origin_hf_dir: Path,
+    *,
+    vocab_size: int | None = None,
+    model_name: str | None = None,
+    add_missing: bool = False,
+    force: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    team: Team | None = None,
+    on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
+) -> None:
+    """Writes the checkpoint `input_dir` as the Hugging Face folder `output_dir`, modelled on `origin_hf_dir`.
+
+    `vocab_size` keeps that many rows of the embedding (default: what the origin's config.json says) and is
+    written to the new config.json. `model_name` chooses the family instead of config.json's model_type.
+    `add_missing` takes tensors that the checkpoint lacks, or the family's table has no row for, from the origin.
+    `on_start` is told the bytes this process writes, and what it returns the bytes of each finished part.
+    Raises FileExistsError for an existing output folder without `force`, FileNotFoundError for missing inputs,
+    ValueError naming a tensor that is missing, left over or of a wrong shape, saying that the disk is too full or,
+    with `force`, naming files in the output folder that are not of a converted model.
+    """
+    team = team or Team()
+    check_apart(output_dir, "--output-dir", origin_hf_dir, "--origin-hf-dir")
+    check_apart(output_dir, "--output-dir", input_dir, "--input-dir")
+    config = read_hf_config(origin_hf_dir)
+    family = family_for(config) if model_name is None else family_named(model_name)
+    shape = ModelShape.from_hf_config({**config, "model_type": family.model_type})
+    if block_size(config) is not None:
+        del config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for
+    if vocab_size is not None:
+        shape = dataclasses.replace(shape, vocab_size=vocab_size)
+        config["vocab_size"] = vocab_size
+    checkpoint = TorchDistCheckpoint(input_dir)
+    with HfCheckpoint(origin_hf_dir) as origin:
+        jobs = _jobs(checkpoint, origin, family, shape, config, add_missing=add_missing)
+        shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
+        beside = companions(Path(origin_hf_dir))
+        needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in beside)
+        replace = replaceable(beside) if force else ()
+        folder = NewFolder(output_dir, replace=replace, needed_bytes=needed if team.leads else 0)
+        mine = sorted(shards, key=lambda shard: -shard.nbytes)[team.rank :: team.size]
+        on_written = on_start(sum(shard.nbytes - len(shard.header) for shard in mine))
+        with team.joined():
+            try:
+                team.together(folder.open if team.leads else lambda: None)
+                convert = _Conversion(checkpoint, origin, shape, on_written)
+                team.together(lambda: convert.run(jobs, mine, partial_path(output_dir)))
+                if team.leads:
+                    finish(folder.partial, shards, beside, config)
+                team.together(folder.commit if team.leads else lambda: None)
+            except BaseException:
+                if team.leads:
+                    folder.discard()
+                raise
+
+
+def family_named(model_name: str) -> Family:
+    """The family of a name as users write it ("qwen3moe", "Qwen3MoeForCausalLM"), by its model_type."""
+    wanted = _plain(model_name)
+    for family in FAMILIES:
+        if _plain(family.model_type) == wanted:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ValueError(f"--model-name {model_name} is none of the families known: give one of {known}, or leave it out")
+
+
+def _plain(name: str) -> str:
+    plain = name.lower().replace("_", "").replace("-", "")
+    return plain.removesuffix("config").removesuffix("forcausallm")
+
+
+def _jobs(
+    checkpoint: TorchDistCheckpoint,
+    origin: HfCheckpoint,
+    family: Family,
+    shape: ModelShape,
+    config: dict[str, Any],
+    *,
+    add_missing: bool,
+) -> list[_Job]:
+    """All there is to write; refuses a checkpoint or an origin of another model before anything is written."""
+    carried = family.carried_prefixes(config)
+    if not add_missing:
+        check_hf_names(origin.names, family, shape, str(origin.folder), carried)
+    head = redundant_head(origin.names, family, shape)
+    jobs, named = [], set()
+    for row, stored in _places(checkpoint, family, shape, add_missing=add_missing).items():
+        shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, shape), strict=True))
+        if head is not None and row.hf == family.embedding.hf:
+            shapes[head] = next(iter(shapes.values()))
+        specs = tuple(TensorSpec(name, origin.dtype(name), size) for name, size in shapes.items())
+        jobs.append(_Job(specs, row, stored) if stored is not None else _Job(specs))
+        named |= shapes.keys()
+    for name in origin.names:
+        if name not in named and (add_missing or name.startswith(carried)):
+            jobs.append(_Job((TensorSpec(name, origin.dtype(name), origin.shape(name)),)))
+    return jobs
+
+
+def _places(
+    checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape, *, add_missing: bool
+) -> dict[Row, StoredTensor | None]:
+    """Where each row lies, None for one to be taken from the origin."""
+    places: dict[Row, StoredTensor | None] = {}
+    unused = checkpoint.sizes
+    for row in family.rows(shape):
+        found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
+        places[row] = found
+        if found is None and not add_missing:
+            raise ValueError(
+                f"{checkpoint.folder} lacks {row.megatron[0]}, which the {family.model_type} model in --origin-hf-dir"
+                f" ({shape.num_layers} layers) has: give the origin that the checkpoint was converted from, or"
+                " --add-missing-from-origin-hf to take such tensors from it"
+            )
+        if found is None:
+            continue
+        wanted = megatron_shape(row, dataclasses.replace(shape, padded_vocab_size=found.shape[0]))
+        too_few = row.padded_vocab and found.shape[0] < shape.vocab_size
+        if found.shape != wanted or too_few:
+            rows = f"at least {shape.vocab_size} rows" if too_few else f"shape {list(wanted)}"
+            raise ValueError(
+                f"{checkpoint.folder}: {row.megatron[0]} has shape {list(found.shape)} but --origin-hf-dir"
+                f"{' (or --vocab-size)' if row.padded_vocab else ''} asks for {rows}: give the matching origin"
+            )
+        elements = 1
+        for length in found.shape:
+            elements *= length
+        unused[found.key] -= elements
+    if left_over := [key for key, elements in unused.items() if elements]:
+        raise ValueError(
+            f"{checkpoint.folder} holds {listed(left_over)} beyond the {family.model_type} model of {shape.num_layers}"
+            " layers in --origin-hf-dir: give the origin that the checkpoint was converted from"
+        )
+    return places
+
+
+class _Conversion:
+    """Carries weights over in a few threads, each holding one part of one weight."""
+
+    def __init__(
+        self,
+        checkpoint: TorchDistCheckpoint,
+        origin: HfCheckpoint,
+        shape: ModelShape,
+        on_written: Callable[[int], object],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._origin = origin
+        self._shape = shape
+        self._on_written = on_written
+        self._stopped = threading.Event()
+
+    def run(self, jobs: Sequence[_Job], shards: Sequence[Shard], folder: Path) -> None:
+        """Writes the files of `shards` into `folder`."""
+        with ShardWriter(folder, shards) as writer:
+            mine = [job for job in jobs if any(spec.name in writer for spec in job.specs)]
+            parts = iter([part for job in mine for part in self._parts(job)])
+            lock = threading.Lock()
+
+            def work() -> None:
+                scratch = Scratch()
+                while not self._stopped.is_set():
+                    with lock:
+                        part = next(parts, None)
+                    if part is None:
+                        return
+                    self._carry(*part, writer, scratch)
+
+            with ThreadPoolExecutor(_WORKERS) as pool:
+                threads = [pool.submit(work) for _ in range(_WORKERS)]
+                try:
+                    wait(threads, return_when=FIRST_EXCEPTION)
+                finally:
+                    self._stopped.set()
+            for thread in threads:
+                thread.result()
+
+    def _parts(self, job: _Job) -> Iterator[tuple[_Job, slice | None]]:
+        """A table of the vocabulary in runs of rows, anything else whole."""
+        if job.stored is None or job.row is None or not job.row.padded_vocab:
+            yield job, None
+            return
+        vocab = job.specs[0].shape[0]
+        row_bytes = max(1, job.specs[0].nbytes // max(1, vocab))
+        step = max(1, _ROWS_BYTES // row_bytes)
+        for begin in range(0, vocab, step):
+            yield job, slice(begin, min(begin + step, vocab))
+
+    def _carry(self, job: _Job, rows: slice | None, writer: ShardWriter, scratch: Scratch) -> None:
+        if job.stored is None or job.row is None:
+            tensors = [self._origin.tensor(spec.name) for spec in job.specs]
+        elif rows is not None:
+            # the padding lies behind these rows, which are the same on both sides
+            tensors = [self._checkpoint.read(job.stored, rows, scratch.empty)] * len(job.specs)
+        else:
+            # a checkpoint holds what one tensor-parallel rank of one would have
+            tensors = from_shards(job.row, [self._checkpoint.read(job.stored, None, scratch.empty)], self._shape)
+        for spec, tensor in zip(job.specs, tensors, strict=True):
+            if spec.name in writer:
+                self._on_written(writer.write(spec.name, tensor, first_row=rows.start if rows is not None else 0))
+
+
+class HfPlan:
+    """Which tensors the exports of a run hold, in which files, and which of them this rank writes."""
+
+    def __init__(
+        self,
+        origin_hf_dir: Path,
+        shape: ModelShape,
+        family: Family,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Raises FileNotFoundError or ValueError where the original lacks weights, or holds another model's."""
+        self.origin = Path(origin_hf_dir)
+        self.config = read_hf_config(self.origin)
+        self.beside = companions(self.origin)
+        with HfCheckpoint(self.origin) as stored:
+            carried = family.carried_prefixes(self.config)
+            check_hf_names(stored.names, family, shape, str(self.origin), carried)
+            head = redundant_head(stored.names, family, shape)
+            shapes: dict[str, tuple[int, ...]] = {}
+            for row in family.rows(shape):
+                shapes |= dict(zip([part.name for part in row.hf], hf_shapes(row, shape), strict=True))
+            self.twice = {} if head is None else {family.embedding.hf[0].name: head}  # tied, and stored all the same
+            shapes |= {copy: shapes[name] for name, copy in self.twice.items()}
+            self.carried = [name for name in stored.names if name not in shapes and name.startswith(carried)]
+            shapes |= {name: stored.shape(name) for name in self.carried}
+            specs = [TensorSpec(name, stored.dtype(name), size) for name, size in shapes.items()]
+        if block_size(self.config) is not None:
+            del self.config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for
+        self.shards = plan_shards(specs, max_shard_bytes)
+        self.own_shards = self.shards[rank::world_size]
+        self.own_names = {spec.name for shard in self.own_shards for spec in shard.specs}
+
+
+class HfExport:
+    """One folder: `begin` and `commit` on one rank, `collect` and `write` on all, in the order begin to commit."""
+
+    def __init__(self, plan: HfPlan, folder: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """`tensors` gathers the (name, full tensor) pairs of the whole model, each valid until the next; collective.
+
+        An export that is there already, of the same rollout before a resume, is replaced. Raises FileExistsError,
+        NotADirectoryError or ValueError for what else is in the way of `folder`.
+        """
+        needed = sum(shard.nbytes for shard in plan.shards)
+        self._plan = plan
+        self._tensors = tensors
+        self._folder = NewFolder(folder, replace=replaceable(plan.beside), needed_bytes=needed)
+        self._writer: ShardWriter | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    @property
+    def path(self) -> Path:
+        """Where it will lie."""
+        return self._folder.folder
+
+    def begin(self) -> None:
+        """Make the partial folder."""
+        self._folder.open()
+
+    def collect(self, *, copy: bool) -> None:
+        """Take this rank's share of the weights of now; collective over all ranks.
+
+        With `copy` they are kept in host memory for `write`, else written at once.
+        """
+        if self._plan.own_shards and not copy:
+            self._writer = ShardWriter(self._folder.partial, self._plan.own_shards)
+        failure: OSError | ValueError | None = None
+        for name, tensor in self._tensors():
+            for own in {name, self._plan.twice.get(name, name)} & self._plan.own_names:
+                try:
+                    self._take(own, tensor, copy)
+                except (OSError, ValueError) as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _take(self, name: str, tensor: Tensor, copy: bool) -> None:
+        if self._writer is None:
+            self._copies[name] = tensor.detach().to("cpu", copy=copy)
+        else:
+            self._writer.write(name, tensor.detach().cpu())
+
+    def write(self) -> None:
+        """Write what is left of this rank's files, and see that they are on the disk."""
+        if not self._plan.own_shards:
+            return
+        writer, self._writer = self._writer or ShardWriter(self._folder.partial, self._plan.own_shards), None
+        with writer, HfCheckpoint(self._plan.origin) as origin:
+            for name in list(self._copies):
+                writer.write(name, self._copies.pop(name))
+            for name in self._plan.carried:
+                if name in writer:
+                    writer.write(name, origin.tensor(name))
+        for shard in self._plan.own_shards:
+            descriptor = os.open(self._folder.partial / shard.file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def commit(self) -> None:
+        """Add tokenizer, index and config, and put the folder in its place."""
+        finish(self._folder.partial, self._plan.shards, self._plan.beside, self._plan.config)
+        self._folder.commit()
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._folder.discard()

@@ -1,0 +1,237 @@
+"""Hugging Face checkpoint folders: the config and the tensors, memory-mapped.
+
+Reading never copies a file into memory, nor keeps much of it mapped; writing is the business of
+`slimrl.weights.safetensors_writer`. Called by the loader and the converters.
+
+Weights stored as 8-bit floats with one scale per block, as DeepSeek-V3 and Kimi-K2 are published.
+
+A weight `x.weight` then stands beside `x.weight_scale_inv`; a block's values times its scale are the true ones
+(arXiv:2412.19437, section 3.3.2). Pure; called where checkpoint files are read, so that training and the way back
+see plain weights.
+
+Where a tool wants a Hugging Face folder, a model id (`org/name`) does too: it is downloaded to the hub's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slimrl.models.hf_folder import check_inside
+from slimrl.weights.safetensors_writer import DTYPES, INDEX_NAME, SINGLE_NAME
+
+SCALE_SUFFIX = "_scale_inv"
+DEFAULT_BLOCK = (128, 128)
+
+
+def block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block by config.json's quantization_config, None for a model that is not quantised.
+
+    Raises ValueError for any other way of quantising.
+    """
+    quantisation = hf_config.get("quantization_config")
+    if quantisation is None:
+        return None
+    method, scheme = quantisation.get("quant_method"), quantisation.get("fmt", "e4m3")
+    rows, columns = quantisation.get("weight_block_size") or DEFAULT_BLOCK
+    if method != "fp8" or scheme != "e4m3":
+        raise ValueError(
+            f"config.json has quantization_config with quant_method {method!r} (format {scheme!r}), and of the"
+            " quantised checkpoints only block-wise fp8 (e4m3) can be read: use the bf16 checkpoint of the model"
+        )
+    return rows, columns
+
+
+def dequantised(
+    weight: Tensor, scale: Tensor, block: tuple[int, int] = DEFAULT_BLOCK, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """`weight` [rows, columns] float8_e4m3fn with each block multiplied by its `scale`, float32; result in `dtype`.
+
+    `scale` is [ceil(rows / block rows), ceil(columns / block columns)]: blocks at the end may be cut off. The
+    product is rounded once, from float32. Raises ValueError where the two shapes do not belong together.
+    """
+    wanted = tuple(-(-length // step) for length, step in zip(weight.shape, block, strict=True))
+    if tuple(scale.shape) != wanted:
+        raise ValueError(
+            f"scales of shape {list(scale.shape)} do not fit a weight of shape {list(weight.shape)} in blocks of"
+            f" {block[0]} x {block[1]} (they must be {list(wanted)}): check weight_block_size in config.json"
+        )
+    rows, columns = weight.shape
+    factors = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * factors).to(dtype)
+
+
+_REMAP_BYTES = 16 * 1024**2  # after so many bytes a file is mapped anew, which lets go of the pages read so far
+
+
+def read_hf_config(hf_dir: Path) -> dict[str, Any]:
+    """The parsed config.json. Raises FileNotFoundError or ValueError naming the file."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): download the file again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object: download the file again")
+    return config
+
+
+class HfCheckpoint:
+    """The safetensors of one folder, opened lazily and memory-mapped; a context manager.
+
+    Tensors handed out are views of the mapped files: do not write to them. Weights stored as blocks of fp8 are handed
+    out as the bfloat16 tensors that they stand for; their scales have no name here. Threads may share a checkpoint.
+    """
+
+    def __init__(self, hf_dir: Path) -> None:
+        """Raises FileNotFoundError for a folder without weights, ValueError for damaged or otherwise quantised ones."""
+        self.folder = Path(hf_dir)
+        has_config = (self.folder / "config.json").is_file()
+        self._block = block_size(read_hf_config(self.folder)) if has_config else None
+        self._handles: dict[Path, tuple[Any, contextlib.ExitStack]] = {}
+        self._read_bytes: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._files = self._find_files()
+
+    def __enter__(self) -> HfCheckpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for path in list(self._handles):
+            self._let_go(path)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of every stored tensor."""
+        return [name for name in self._files if not self._is_scale(name)]
+
+    def tensor(self, name: str) -> Tensor:
+        """The full tensor, on the CPU. Raises ValueError where there is no such tensor, or only a quantised one."""
+        self.dtype(name)
+        tensor = self._stored(name)
+        if self._block is None or name + SCALE_SUFFIX not in self._files:
+            return tensor
+        return dequantised(tensor, self._stored(name + SCALE_SUFFIX), self._block)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, from the file's header."""
+        with self._lock:
+            return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype, from the file's header. Raises ValueError for a quantised tensor without scales."""
+        with self._lock:
+            stored = self._handle(name).get_slice(name).get_dtype()
+        if stored == "F8_E4M3" and self._block is not None and name + SCALE_SUFFIX in self._files:
+            return torch.bfloat16
+        if stored not in DTYPES:
+            raise ValueError(
+                f"{self._files[name]}: {name} is stored as {stored}, and only {', '.join(DTYPES)} can be trained:"
+                " use an unquantised checkpoint"
+            )
+        return DTYPES[stored]
+
+    def _is_scale(self, name: str) -> bool:
+        return self._block is not None and name.endswith(SCALE_SUFFIX)
+
+    def _stored(self, name: str) -> Tensor:
+        with self._lock:
+            tensor = self._handle(name).get_tensor(name)
+            path = self._files[name]
+            self._read_bytes[path] += tensor.nbytes
+            if self._read_bytes[path] > _REMAP_BYTES:
+                self._let_go(path)  # the tensor keeps its own mapping
+        return tensor
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._files:
+            raise ValueError(f"{self.folder}: the checkpoint has no tensor {name}: it is incomplete")
+        path = self._files[name]
+        if path not in self._handles:
+            opened = contextlib.ExitStack()
+            self._handles[path] = (opened.enter_context(_opened(path)), opened)
+            self._read_bytes[path] = 0
+        return self._handles[path][0]
+
+    def _let_go(self, path: Path) -> None:
+        _, opened = self._handles.pop(path)
+        opened.close()
+
+    def _find_files(self) -> dict[str, Path]:
+        index = self.folder / INDEX_NAME
+        if index.is_file():
+            files = {name: self.folder / file for name, file in _weight_map(index).items()}
+            for path in sorted(set(files.values())):
+                if not path.is_file():
+                    raise FileNotFoundError(f"{path} is named in {index} but does not exist: download it again")
+            return files
+        single = self.folder / SINGLE_NAME
+        if not single.is_file():
+            raise FileNotFoundError(
+                f"{self.folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: give a folder with safetensors weights"
+            )
+        with _opened(single) as handle:
+            return dict.fromkeys(handle.keys(), single)
+
+
+def _opened(path: Path) -> Any:
+    """The file, memory-mapped. Raises ValueError for one that is cut off or something else."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error}): copy or download it again") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError for an index that is cut off, something else, or leaves its folder."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged ({error}): copy or download it again") from error
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map: copy or download it again")
+    check_inside(index, weight_map)
+    return weight_map
+
+
+_MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# weights as safetensors, and what a tokenizer and a config are made of
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.md", "LICENSE*"]
+
+
+def local_hf_folder(flag: str, value: str | Path) -> Path:
+    """`value` where it exists, else the folder into which the model of that id was downloaded.
+
+    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE hold, as for every program of Hugging Face. Raises
+    FileNotFoundError naming `flag` where there is neither a folder nor such a model within reach.
+    """
+    folder = Path(value)
+    if folder.exists():
+        return folder
+    if not _MODEL_ID.fullmatch(str(value)):
+        raise FileNotFoundError(
+            f"{flag} {value} does not exist: give the folder of a Hugging Face model, or a model id like Qwen/Qwen3-4B"
+        )
+    # imported here: it takes a moment, and most runs name a folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(str(value), allow_patterns=_WANTED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"{flag} {value} is no folder here, and the model of that id could not be downloaded ({reason}): check the"
+            " spelling and the network, or give a folder"
+        ) from error

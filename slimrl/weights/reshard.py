@@ -1,0 +1,231 @@
+"""The arithmetic of a row: Hugging Face tensors to one tensor-parallel shard, and all shards back.
+
+Pure functions of tensors, exact (they only move elements). Called by the loader, the exporter and the
+converters, so that the three cannot disagree.
+
+Which stored names a checkpoint must have: compared with a family's table before any tensor is moved.
+
+Promises that a tensor missing or left over is refused by name, so that nothing is silently dropped.
+
+A Megatron model's tensors by their global names, whichever pipeline stage and experts this process holds.
+
+Works on any module that is built like megatron-core's GPTModel; imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from slimrl.models.families import Family
+from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES, Layout, Row
+from slimrl.models.model_spec import ModelShape
+
+Empty = Callable[[tuple[int, ...]], Tensor]
+
+
+def hf_shapes(row: Row, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """The full shape of each Hugging Face tensor of the row."""
+    return tuple(tuple(shape.dimension(dim) for dim in part.dims) for part in row.hf)
+
+
+def megatron_shape(row: Row, shape: ModelShape) -> tuple[int, ...]:
+    """The shape of the row's Megatron tensor without tensor parallelism."""
+    parts = hf_shapes(row, shape)
+    rows = shape.padded_vocab_size if row.padded_vocab else sum(part[0] for part in parts)
+    return (rows, *parts[0][1:])
+
+
+def local_shape(row: Row, shape: ModelShape, *, size: int) -> tuple[int, ...]:
+    """The shape of one shard out of `size`."""
+    full = list(megatron_shape(row, shape))
+    if row.shard_dim is not None:
+        full[row.shard_dim] //= size
+    return tuple(full)
+
+
+def check_tensor_parallel(shape: ModelShape, size: int, expert_size: int = 1) -> None:
+    """Raises ValueError where `size` (for experts `expert_size`) does not divide what tensor parallelism divides."""
+    _check_divides(
+        "--tensor-model-parallel-size",
+        size,
+        ("--num-attention-heads", shape.num_attention_heads),
+        ("--num-query-groups", shape.num_query_groups),
+        ("--ffn-hidden-size", shape.ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", shape.shared_ffn_hidden_size),
+        ("the padded vocabulary size", shape.padded_vocab_size),
+    )
+    _check_divides("--expert-tensor-parallel-size", expert_size, ("--moe-ffn-hidden-size", shape.moe_ffn_hidden_size))
+
+
+def _check_divides(size_flag: str, size: int, *divided: tuple[str, int]) -> None:
+    for flag, value in divided:
+        if value % size:
+            raise ValueError(f"{size_flag} {size} does not divide {flag} ({value}): choose a size that divides it")
+
+
+def to_shard(row: Row, parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+    """The Megatron tensor of tensor-parallel `rank` out of `size`, from the row's full HF tensors.
+
+    For the row of an expert these are its expert-tensor-parallel rank and size. Only the rank's own slices of
+    `parts` are read, so memory-mapped parts stay mostly on disk.
+    """
+    if row.layout is Layout.QKV:
+        return _merge_qkv(parts, shape, rank=rank, size=size)
+    if row.layout is Layout.GATE_UP:
+        return torch.cat([_slice(part, 0, rank, size) for part in parts])
+    (full,) = parts
+    if row.layout is Layout.PACKED_GATE_UP:
+        return torch.cat([_slice(half, 0, rank, size) for half in full.chunk(2)])
+    if row.padded_vocab:
+        return _vocab_shard(full, shape.padded_vocab_size, rank=rank, size=size)
+    return full if row.shard_dim is None else _slice(full, row.shard_dim, rank, size)
+
+
+def from_shards(row: Row, shards: list[Tensor], shape: ModelShape, empty: Empty | None = None) -> list[Tensor]:
+    """The row's full HF tensors (vocabulary padding removed) from the shards of all ranks, in rank order.
+
+    The result may share memory with `shards`; what cannot is made by `empty(shape)`, left out: in new memory.
+    """
+    empty = empty or shards[0].new_empty
+    if row.layout is Layout.QKV:
+        return _split_qkv(shards, shape, empty)
+    if row.layout is Layout.GATE_UP:
+        return [_join(list(halves), 0, empty) for halves in _halves(shards)]
+    if row.layout is Layout.PACKED_GATE_UP:
+        return [_join([half for halves in _halves(shards) for half in halves], 0, empty) if shards[1:] else shards[0]]
+    full = shards[0] if row.shard_dim is None else _join(shards, row.shard_dim, empty)
+    return [full[: shape.vocab_size] if row.padded_vocab else full]
+
+
+def _halves(shards: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """The first halves of all shards, and the second."""
+    return zip(*[shard.chunk(2) for shard in shards], strict=True)
+
+
+def _slice(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    length = full.shape[dim] // size
+    return full.narrow(dim, rank * length, length)
+
+
+def _join(shards: list[Tensor], dim: int, empty: Empty) -> Tensor:
+    if len(shards) == 1:
+        return shards[0]
+    joined = list(shards[0].shape)
+    joined[dim] = sum(shard.shape[dim] for shard in shards)
+    return torch.cat(shards, dim, out=empty(tuple(joined)))
+
+
+def _vocab_shard(full: Tensor, padded_rows: int, *, rank: int, size: int) -> Tensor:
+    """Rows [rank * n, (rank + 1) * n) of the table after padding it with zero rows to `padded_rows`."""
+    rows = padded_rows // size
+    own = full[rank * rows : (rank + 1) * rows]
+    return torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])]) if own.shape[0] < rows else own
+
+
+def _merge_qkv(parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+    """[groups / size * (heads_per_group + 2) * channels, ...]: per group its queries, its key, its value."""
+    rest = parts[0].shape[1:]
+    grouped = [_slice(part.view(shape.num_query_groups, -1, *rest), 0, rank, size) for part in parts]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def _split_qkv(shards: list[Tensor], shape: ModelShape, empty: Empty) -> list[Tensor]:
+    """The inverse of `_merge_qkv` for all shards."""
+    rest = shards[0].shape[1:]
+    groups = shape.num_query_groups // len(shards)
+    lengths = [shape.heads_per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
+    parts = [empty((shape.num_query_groups * length, *rest)) for length in lengths]
+    for rank, shard in enumerate(shards):
+        grouped = shard.view(groups, -1, *rest).split(lengths, dim=1)
+        for part, own in zip(parts, grouped, strict=True):
+            _slice(part, 0, rank, len(shards)).view(own.shape).copy_(own)
+    return parts
+
+
+LISTED_NAMES = 5  # names spelled out in a message before it turns to counting
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - LISTED_NAMES} more" if len(ordered) > LISTED_NAMES else ""
+    return ", ".join(ordered[:LISTED_NAMES]) + more
+
+
+def redundant_head(names: Iterable[str], family: Family, shape: ModelShape) -> str | None:
+    """The name of a stored output head that repeats the tied embedding, None where there is none."""
+    head = family.head.hf[0].name
+    return head if shape.tied and head in set(names) else None
+
+
+def check_hf_names(
+    names: Iterable[str], family: Family, shape: ModelShape, where: str, carried: tuple[str, ...] = ()
+) -> None:
+    """Raises ValueError naming the tensors of `where` that are missing or left over.
+
+    Buffers that follow from the config are not counted, nor is a redundant head of a tied model, nor names that
+    begin with one of `carried` (`Family.carried_prefixes`).
+    """
+    stored = {name for name in names if not name.endswith(NON_PARAMETER_SUFFIXES) and not name.startswith(carried)}
+    expected = set(family.hf_names(shape))
+    stored.discard(redundant_head(stored, family, shape) or "")
+    if missing := expected - stored:
+        raise ValueError(
+            f"{where} lacks {listed(missing)}, which a {family.model_type} model of {shape.num_layers} layers has:"
+            " the checkpoint is incomplete or --num-layers is wrong"
+        )
+    if left_over := stored - expected:
+        raise ValueError(
+            f"{where} holds {listed(left_over)}, for which a {family.model_type} model of {shape.num_layers} layers"
+            " has no place: check --num-layers, --untie-embeddings-and-output-weights and the model_type in config.json"
+        )
+
+
+def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: Family, shape: ModelShape, where: str) -> None:
+    """Raises ValueError naming the first tensor whose shape is not what the sizes ask for."""
+    for row in family.rows(shape):
+        for part, wanted in zip(row.hf, hf_shapes(row, shape), strict=True):
+            if shapes[part.name] != wanted:
+                raise ValueError(
+                    f"{where}: {part.name} has shape {list(shapes[part.name])} but the model flags ask for"
+                    f" {list(wanted)} ({' x '.join(part.dims)}): make the flags match config.json"
+                )
+
+
+_LAYERS = "decoder.layers."
+# an expert's number within its process: in a list of modules, or at the end of a grouped weight's name
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_TRAINED_BUFFER = "router.expert_bias"  # weights that no gradient moves: they belong to the checkpoint all the same
+
+
+def global_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Name to parameter (or the router's bias, a buffer), of one model or of all chunks of an interleaved stage.
+
+    Layers and experts carry their numbers in the whole model, counted from 0.
+    """
+    tensors: dict[str, Tensor] = {}
+    for chunk in (model,) if isinstance(model, nn.Module) else model:
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_TRAINED_BUFFER))
+        for name, tensor in (*chunk.named_parameters(), *biases):
+            tensors[_global_name(chunk, name)] = tensor
+    return tensors
+
+
+def find(row: Row, tensors: Mapping[str, object]) -> str | None:
+    """The spelling of the row that `tensors` has, None where it has none."""
+    return next((name for name in row.megatron if name in tensors), None)
+
+
+def _global_name(model: nn.Module, name: str) -> str:
+    if not name.startswith(_LAYERS):
+        return name
+    local, _, rest = name.removeprefix(_LAYERS).partition(".")
+    if match := _EXPERT.fullmatch(rest):
+        before, expert, after = match.groups()
+        moe_layer = model.get_submodule(f"{_LAYERS}{local}.{rest.partition('.experts.')[0]}")
+        rest = f"{before}{moe_layer.local_expert_indices[int(expert)]}{after}"
+    return f"{_LAYERS}{model.get_submodule(_LAYERS + local).layer_number - 1}.{rest}"

@@ -1,0 +1,227 @@
+"""Writes safetensors files whose headers are known before the first tensor, each tensor straight to its place.
+
+Promises files like those of safetensors' own `save_file`, with no tensor kept in memory: the order of writing is
+free, threads and processes may write different tensors, and a tensor may come in several runs of rows. The format:
+8 bytes length of the header, the header as JSON, the tensors' bytes. Called by the converter to Hugging Face and the
+transport by files.
+
+What a Hugging Face folder holds beside its weights, taken over from the folder the model came from.
+
+Called by the converter and by the export beside checkpoints, whose folders are therefore alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_SHARD_BYTES = 5 * 1024**3
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# bytes of one call to the kernel: from 128 KiB on, ext4 looks for large runs of free memory for its cache, which was
+# measured to take five times as long as the copying
+WRITE_BYTES = 64 * 1024
+_CAST_BYTES = 16 * 1024**2  # a tensor of another dtype is cast in runs of about this many bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file: its name, its header and where each tensor begins."""
+
+    file: str
+    specs: tuple[TensorSpec, ...]
+    header: bytes
+    offsets: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the file."""
+        return len(self.header) + sum(spec.nbytes for spec in self.specs)
+
+
+def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+    """The files that hold `specs` in their order; a file exceeds `max_shard_bytes` only with a single tensor."""
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if groups[-1] and filled + spec.nbytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    count = len(groups)
+    names = [SINGLE_NAME] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    return [shard_of(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def index_text(shards: Sequence[Shard]) -> str:
+    """The content of the index file: the bytes of all tensors, and which file holds which tensor."""
+    specs = [spec for shard in shards for spec in shard.specs]
+    weight_map = {spec.name: shard.file for shard in shards for spec in shard.specs}
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(index, indent=2) + "\n"
+
+
+def shard_of(file: str, specs: Iterable[TensorSpec]) -> Shard:
+    """The file that holds `specs`."""
+    # wide dtypes first, so that every tensor lies at a multiple of its element's size
+    ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins, end = [], 0
+    for spec in ordered:
+        begins.append(end)
+        end += spec.nbytes
+        entries[spec.name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begins[-1], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return Shard(file, tuple(ordered), header, tuple(len(header) + begin for begin in begins))
+
+
+class ShardWriter:
+    """The files of `shards` in `folder`, made when first written to and closed when full; for several threads."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
+        self._folder = Path(folder)
+        self._places = {
+            spec.name: (shard, spec, offset)
+            for shard in shards
+            for spec, offset in zip(shard.specs, shard.offsets, strict=True)
+        }
+        self._missing = {shard.file: sum(spec.nbytes for spec in shard.specs) for shard in shards}
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        # the kernel lets one thread at a time write to a file, and has the others spin: better that they sleep here
+        self._file_locks = {shard.file: threading.Lock() for shard in shards}
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        if exc_type is None and (lacking := [file for file, missing in self._missing.items() if missing]):
+            raise ValueError(f"{self._folder}: {', '.join(lacking)} lack tensors that were not written")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> int:
+        """Writes rows of a tensor, all by default, cast to its dtype; returns the bytes written.
+
+        `tensor` is [rows, ...] of any floating dtype, on the CPU. Each row must be written exactly once.
+        """
+        shard, spec, offset = self._places[name]
+        fits = tuple(tensor.shape[1:]) == spec.shape[1:] and first_row + len(tensor) <= spec.shape[0]
+        if tensor.dim() != len(spec.shape) or not fits:
+            raise ValueError(f"{name} has shape {list(tensor.shape)} and should be {list(spec.shape)}")
+        position = offset + first_row * spec.nbytes // max(1, spec.shape[0])
+        descriptor = self._open(shard)
+        written = 0
+        for run in _runs(tensor, spec.dtype):
+            with self._file_locks[shard.file]:
+                written += _write_all(descriptor, run, position + written)
+        self._account(shard, written)
+        return written
+
+    def _open(self, shard: Shard) -> int:
+        with self._lock:
+            if shard.file not in self._files:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                self._files[shard.file] = os.open(self._folder / shard.file, flags, 0o666)
+                _write_all(self._files[shard.file], torch.frombuffer(bytearray(shard.header), dtype=torch.uint8), 0)
+            return self._files[shard.file]
+
+    def _account(self, shard: Shard, written: int) -> None:
+        with self._lock:
+            self._missing[shard.file] -= written
+            descriptor = self._files.pop(shard.file) if self._missing[shard.file] == 0 else None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _runs(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """`tensor` in `dtype`, contiguous, in runs of rows; a single run without a copy where it fits already."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        yield tensor
+        return
+    row_bytes = max(1, tensor[0].numel() * dtype.itemsize) if len(tensor) else 1
+    for rows in tensor.split(max(1, _CAST_BYTES // row_bytes)):
+        yield rows.to(dtype).contiguous()
+
+
+def _write_all(descriptor: int, tensor: Tensor, position: int) -> int:
+    view = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done : done + WRITE_BYTES], position + done)
+    return done
+
+
+# what the original folder may hold besides the files a loader of the result wants
+_WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_OWN_FILES = ("config.json", SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)  # beside the original's
+
+
+def companions(origin: Path) -> list[Path]:
+    """Tokenizer, chat template, generation config and the like."""
+    return sorted(
+        path
+        for path in origin.iterdir()
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_SUFFIXES)
+    )
+
+
+def replaceable(beside: Sequence[Path]) -> tuple[str, ...]:
+    """Patterns of all files in a folder that was made with the companions `beside`."""
+    return (*_OWN_FILES, *(glob.escape(path.name) for path in beside))
+
+
+def finish(folder: Path, shards: Sequence[Shard], beside: Sequence[Path], config: dict[str, Any]) -> None:
+    """Everything beside the weights: tokenizer, index and, last, config.json, without which nothing loads it."""
+    for path in beside:
+        shutil.copyfile(path, folder / path.name)
+    if len(shards) > 1:
+        (folder / INDEX_NAME).write_text(index_text(shards), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

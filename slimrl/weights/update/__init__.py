@@ -1,0 +1,1 @@
+"""Megatron shards to every engine, under a new weight version."""

@@ -1,0 +1,190 @@
+"""Packs named tensors into flat byte buffers of bounded size, the unit in which weights travel.
+
+Promises that every tensor is in exactly one bucket, in order, without gaps between tensors, so that a
+receiver can find each by its byte offset; the last bucket knows that it is the last.
+
+The ways that the buckets of one push take side by side: what each can do, and all of them together.
+
+Promises that the failure of one way does not end the others. Used by `sync`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimrl.weights.update.engine_control import WeightSyncError
+
+Unit = list[tuple[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in a bucket: bytes [start, end)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """`flat` ([bytes], uint8) holds the tensors of `entries` one after another."""
+
+    flat: Tensor
+    entries: tuple[Entry, ...]
+    last: bool
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, view into the buffer) of each tensor."""
+        for entry in self.entries:
+            yield entry.name, self.flat[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+
+
+class BufferSource(Protocol):
+    """Gives out the memory that buckets are packed into."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A uint8 tensor of exactly `num_bytes`; the one taken before (of two in turn: before that) is given up."""
+
+
+class ReusedBuffer:
+    """One private buffer, allocated once at the size of the largest bucket asked for so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`."""
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer.device)
+        return self._buffer[:num_bytes]
+
+
+class TwoInTurn:
+    """Two buffers used in turn, so that one can be packed while the other is still being read."""
+
+    def __init__(self, first: BufferSource, second: BufferSource) -> None:
+        self._pair = (first, second)
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferSource.take`."""
+        buffer = self._pair[self._taken % 2]
+        self._taken += 1
+        return buffer.take(num_bytes)
+
+    def rewind(self) -> None:
+        """Begins with the first again, so that the same buckets meet the same buffer: not both must be the largest."""
+        self._taken = 0
+
+
+def iter_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int,
+    buffers: BufferSource,
+    with_next: Collection[str] = (),
+) -> Iterator[Bucket]:
+    """Buckets of at most `max_bytes`; a larger tensor travels alone in a bucket of its own size.
+
+    A tensor named in `with_next` is in the same bucket as the one after it. A bucket is valid until the next one is
+    asked for; with two buffers in turn until the one after that is. Each yielded tensor is copied before the next is
+    asked for. Raises ValueError where `max_bytes` is not positive or there is no tensor at all.
+    """
+    if max_bytes <= 0:
+        raise ValueError(f"--update-weight-buffer-size is {max_bytes}: it counts bytes and must be positive")
+    units = _units(named_tensors, with_next)
+    pending = next(units, None)
+    if pending is None:
+        raise ValueError("there is no tensor to pack: the model has no weights")
+    while pending is not None:
+        capacity = max(max_bytes, sum(tensor.nbytes for _, tensor in pending))
+        buffer = buffers.take(capacity)
+        entries: list[Entry] = []
+        end = 0
+        while pending is not None and _fits(pending, end, capacity):
+            for name, tensor in pending:
+                start, end = end, end + tensor.nbytes
+                buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, end))
+            pending = next(units, None)
+        yield Bucket(buffer[:end], tuple(entries), last=pending is None)
+
+
+def _units(named_tensors: Iterable[tuple[str, Tensor]], with_next: Collection[str]) -> Iterator[Unit]:
+    """The tensors one by one, or several where they must stay together."""
+    unit: Unit = []
+    for name, tensor in named_tensors:
+        if name in with_next:
+            unit.append((name, tensor.clone()))  # it is only valid until the next one is asked for
+        else:
+            yield [*unit, (name, tensor)]
+            unit = []
+    if unit:
+        raise ValueError(f"{unit[-1][0]} must travel with the tensor after it, and there is none: the table is wrong")
+
+
+def _fits(unit: Unit, start: int, capacity: int) -> bool:
+    if start == 0:
+        return True  # the capacity was made for it
+    for _, tensor in unit:
+        # a view of another dtype must start at a multiple of its item size
+        if start % tensor.itemsize or start + tensor.nbytes > capacity:
+            return False
+        start += tensor.nbytes
+    return True
+
+
+class Transport(Protocol):
+    """One way to bring buckets to some of the servers."""
+
+    buffer: BufferSource
+
+    def start(self, bucket: Bucket) -> None:
+        """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""
+
+    def finish(self) -> None:
+        """Returns once every server has the bucket started last, if any is under way.
+
+        Raises WeightSyncError naming each server that failed.
+        """
+
+    def release(self) -> None:
+        """Gives up what was kept for later pipeline stages of the servers: every one has read it."""
+
+    def reset(self) -> None:
+        """Gives up what a failed push left, so that the next can begin; never raises for a server that is gone."""
+
+    def close(self) -> None:
+        """Gives up what stays open between pushes."""
+
+    def leave(self) -> None:
+        """Leaves process groups among trainers, after `close` on all of them."""
+
+
+class Lanes:
+    """The transports of one push, each until its first failure."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._working = list(transports)
+        self._errors: list[WeightSyncError] = []
+
+    def run(self, step: Callable[[Transport], None]) -> None:
+        """`step` on each transport that has not failed yet."""
+        for transport in tuple(self._working):
+            try:
+                step(transport)
+            except WeightSyncError as error:
+                self._working.remove(transport)
+                self._errors.append(error)
+
+    def raise_first(self) -> None:
+        """The first failure, if there was one."""
+        if self._errors:
+            raise self._errors[0]

@@ -1,0 +1,262 @@
+"""Weights to servers on other slots: buckets broadcast from trainer rank 0 to every engine rank.
+
+The group is joined by the trainer as rank 0 and by each server's ranks behind it. Promises an error within
+the time limit, naming the server, where one refuses a bucket instead of receiving it.
+
+A store of torch's that listens on one address: torch itself opens the port on all of them, whatever host it is told.
+
+Called by whoever opens a process group across processes that share no folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import socket
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
+
+from slimrl.weights.update.buckets import Bucket, ReusedBuffer, TwoInTurn
+from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all, results
+
+BACKLOG = 2048
+
+
+def listening_store(
+    host: str, timeout: datetime.timedelta, *, world_size: int | None = None, port: int = 0
+) -> TCPStore:
+    """The store's server and its first client, on `host` and a free port (or `port`); it does not wait for others."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        return TCPStore(
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+LOAD_FORMAT = "flattened_bucket"
+POLL_INTERVAL_S = 0.0005
+FAILURE_GRACE_S = 5.0
+LEAVE_TIMEOUT_S = 10.0  # a server that still waits for a broadcast cannot leave the group
+WHAT = "updating weights from a broadcast"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A bucket under way: our broadcast, once it has begun, and each server's answer."""
+
+    work: Future[dist.Work]
+    answers: list[Future[None]]
+
+
+class DistributedTransport:
+    """The sending end, on trainer rank 0. The group is opened by the first `start` and used until `close`."""
+
+    def __init__(
+        self, servers: list[ServerControl], engine_sizes: list[int], device: torch.device, timeout_s: float
+    ) -> None:
+        """`engine_sizes` are the tensor-parallel sizes of the servers, in their order."""
+        self.buffer = TwoInTurn(ReusedBuffer(device), ReusedBuffer(device))
+        self._servers = servers
+        self._engine_sizes = engine_sizes
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
+        self._flight: _Flight | None = None
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        """Room for every server's answer, our broadcast, and leaving the group."""
+        return ThreadPoolExecutor(max_workers=len(self._servers) + 2, thread_name_prefix="weight-broadcast")
+
+    def start(self, bucket: Bucket) -> None:
+        """Begins the broadcast. Raises WeightSyncError naming a server that does not join the group."""
+        if self._group is None:
+            # a name of its own each time: a server may still hold a group that a failed push left
+            self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
+            self._group = self._connect()
+        answers = [self._pool.submit(self._receive, server, bucket) for server in self._servers]
+        # In a thread: the first one makes NCCL's communicator, and that waits, without a limit, for every server. One
+        # that refuses the bucket never comes.
+        self._flight = _Flight(self._pool.submit(self._broadcast, self._group, bucket.flat), answers)
+
+    def finish(self) -> None:
+        """Returns once every server has loaded the bucket started last.
+
+        Raises WeightSyncError naming the server that refused it, or the time limit.
+        """
+        if self._flight is None:
+            return
+        self._wait(self._flight)
+        results(self._servers, self._flight.answers, WHAT)
+        self._flight = None
+
+    def release(self) -> None:
+        """Nothing is kept: servers with pipeline stages are not sent to in this way."""
+        self.buffer.rewind()
+
+    def reset(self) -> None:
+        """Leaves the group after a failure, with whatever is still pending on it; the next `start` opens another."""
+        failed, self._flight = self._flight is not None, None
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        if failed and self._backend == "nccl":
+            # ends our pending broadcast, which would else hold the device, and this process, for ever
+            _abort_process_group(group)
+            # one that has not begun, because the communicator is still being made, keeps its thread
+            self._pool.shutdown(wait=False)
+            self._pool = self._new_pool()
+        leaving = self._pool.submit(
+            on_all,
+            self._servers,
+            lambda server: server.destroy_weights_update_group(self._group_name, timeout_s=LEAVE_TIMEOUT_S),
+            "leaving the weight update group",
+        )
+        if self._backend == "nccl" and not failed:
+            dist.destroy_process_group(group)  # beside the servers: each end of a communicator waits for the others
+        with contextlib.suppress(WeightSyncError):
+            leaving.result()
+        if self._backend != "nccl":
+            # after the servers: their leaving ends what is pending here on gloo, which has no abort of its own
+            dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        """Leaves the group; servers that are gone already are passed over."""
+        self.reset()
+        self._pool.shutdown(wait=False)  # a call to a server that hangs ends with its own time limit
+
+    def leave(self) -> None:
+        """Nothing: the group with the servers was left by `close`."""
+
+    @staticmethod
+    def _broadcast(group: dist.ProcessGroup, flat: torch.Tensor) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if flat.device.type != "cuda":
+            return group.broadcast([flat], options)
+        with torch.cuda.device(flat.device):  # threads have current devices of their own
+            return group.broadcast([flat], options)
+
+    def _receive(self, server: ServerControl, bucket: Bucket) -> None:
+        server.update_weights_from_distributed(
+            names=[entry.name for entry in bucket.entries],
+            dtypes=[str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
+            shapes=[list(entry.shape) for entry in bucket.entries],
+            group_name=self._group_name,
+            load_format=LOAD_FORMAT,
+            weight_version=None,
+            flush_cache=False,
+        )
+
+    def _wait(self, flight: _Flight) -> None:
+        """Waits for the broadcast, unless a server fails meanwhile: it would never arrive."""
+        deadline = time.monotonic() + self._timeout_s
+        while not _completed(flight.work):
+            if any(answer.done() and answer.exception() is not None for answer in flight.answers):
+                self._raise_failed(flight)
+            if time.monotonic() > deadline:
+                waiting = [s.url for s, f in zip(self._servers, flight.answers, strict=True) if not f.done()]
+                raise WeightSyncError(
+                    f"the broadcast of weights to {', '.join(waiting)} took more than {self._timeout_s:g} s:"
+                    " look into the logs of those servers",
+                    final=True,
+                )
+            time.sleep(POLL_INTERVAL_S)
+        try:
+            flight.work.result().wait()
+        except RuntimeError as error:  # the connection to a server broke, and the error does not say to which
+            self._raise_failed(flight)
+            raise WeightSyncError(f"{WHAT} failed here: {error}") from error
+
+    def _raise_failed(self, flight: _Flight) -> None:
+        """Raises WeightSyncError naming the servers that have failed by now; returns where none has."""
+        wait(flight.answers, FAILURE_GRACE_S)  # others may be about to fail for the same reason
+        done = [(s, f) for s, f in zip(self._servers, flight.answers, strict=True) if f.done()]
+        results([s for s, _ in done], [f for _, f in done], WHAT)
+
+    def _connect(self) -> dist.ProcessGroup:
+        """Opens the store, has every server join, and joins as rank 0."""
+        world_size = 1 + sum(self._engine_sizes)
+        address = own_address([server.url for server in self._servers])
+        timeout = datetime.timedelta(seconds=self._timeout_s)
+        store = listening_store(address, timeout, world_size=world_size)
+        offsets = {server.url: 1 + sum(self._engine_sizes[:index]) for index, server in enumerate(self._servers)}
+        joining = self._pool.submit(
+            on_all,
+            self._servers,
+            lambda server: server.init_weights_update_group(
+                master_address=address,
+                master_port=store.port,
+                rank_offset=offsets[server.url],
+                world_size=world_size,
+                group_name=self._group_name,
+                backend=self._backend,
+            ),
+            "joining the weight update group",
+        )
+        try:
+            group = join_group(store, self._backend, self._group_name, rank=0, world_size=world_size, timeout=timeout)
+        except dist.DistError as error:
+            joining.result()  # a server's refusal says more than our own time-out
+            raise WeightSyncError(f"joining the weight update group failed here: {error}") from error
+        joining.result()
+        return group
+
+
+def _completed(work: Future[dist.Work]) -> bool:
+    """Whether a broadcast has ended, or failed to begin."""
+    return work.done() and (work.exception() is not None or work.result().is_completed())
+
+
+def join_group(
+    store: dist.Store, backend: str, name: str, *, rank: int, world_size: int, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """A process group next to the default one, over ranks that are not all in the default one.
+
+    torch has no public call for it. The far end reaches the same keys because both put the group's name
+    before them and leave the rest to the same torch function.
+    """
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+def own_address(urls: list[str]) -> str:
+    """This machine's address as the servers see it: the one it would speak to them from.
+
+    The loopback address only where all of them are reached by it.
+    """
+    addresses = []
+    for url in urls:
+        parts = urlsplit(url)
+        family, kind, protocol, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket only chooses its route; nothing is sent
+            addresses.append(probe.getsockname()[0])
+    return next((address for address in addresses if not address.startswith("127.") and address != "::1"), addresses[0])

@@ -1,0 +1,291 @@
+"""How an engine's ranks hold the weights: which Hugging Face tensors it joins, how it divides and pads them.
+
+The facts were read from SGLang 0.5.20. Used by the proof of equality alone: a push sends Hugging Face tensors, and the
+engine lays them out.
+
+The proof behind --check-weight-update-equal: every tensor in every server equals the trainer's, bit for bit.
+
+The trainer lays its tensors out as the engine's ranks hold them, hashes them and compares with the hashes
+that each server computes over its own memory; buckets and transports take no part in it.
+
+The checksums by which SGLang's /weights_checker names the content of a tensor, computed from our own tensor.
+
+A server hashes tensors in host memory with SHA-256 and tensors on a GPU with a tiled 32-bit mix; both are
+functions of the raw bytes alone. The formulas were read from SGLang 0.5.20 and are written anew here.
+
+The cheap check of every push: what is sent is exactly the model of the table, tensor by tensor.
+
+Names, order, shapes and bytes are compared, not values: that costs microseconds per tensor. Values are compared by
+`slimrl.weights.update.verify`. Called by the weight updater for each bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimrl.models.families import Family, Row
+from slimrl.models.families.param_mapping import Layout
+from slimrl.models.model_spec import ModelShape
+from slimrl.weights.reshard import hf_shapes, listed
+from slimrl.weights.update.buckets import Bucket
+from slimrl.weights.update.engine_control import WeightSyncError
+
+VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
+HOST_FFN_MULTIPLE = 32  # on the CPU it pads each rank's part of the inner width of every MLP, too
+FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # model types whose router the engine keeps in float32
+FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLayout:
+    """How many ranks divide an engine's tensors, and whether they lie in host memory."""
+
+    size: int
+    on_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTensor:
+    """A tensor of the engine: its name, how many rows of the table make it up, whether they are stacked or joined.
+
+    `dtype` None: that of the rows.
+    """
+
+    name: str
+    rows: int = 1
+    stacked: bool = False
+    dtype: torch.dtype | None = None
+
+    def join(self, shards: list[Tensor]) -> Tensor:
+        """The tensor, from what each of its rows gives."""
+        return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
+
+
+def engine_tensor(row: Row, shape: ModelShape, model_type: str) -> EngineTensor:
+    """Where the engine keeps a row's tensors."""
+    name = row.hf[0].name
+    if name.endswith(".mlp.gate.weight") and model_type in FLOAT32_ROUTERS:
+        return EngineTensor(name, dtype=torch.float32)
+    if row.expert is not None:
+        module, _, projection = name.partition(f".experts.{row.expert}.")
+        matrix = "w2_weight" if projection.startswith("down_proj") else "w13_weight"
+        return EngineTensor(f"{module}.experts.{matrix}", shape.num_experts, stacked=True)
+    if shape.has("query_latent"):
+        for part in (".q_a_proj.", ".kv_a_proj_with_mqa."):
+            if part in name:
+                return EngineTensor(name.replace(part, ".fused_qkv_a_proj_with_mqa."), rows=2)
+    if row.layout is Layout.QKV:
+        name = name.replace(".q_proj.", ".qkv_proj.")
+    elif row.layout is Layout.GATE_UP:
+        name = name.replace(".gate_proj.", ".gate_up_proj.")
+    return EngineTensor(name)
+
+
+def engine_shard(row: Row, parts: list[Tensor], shape: ModelShape, layout: EngineLayout, rank: int) -> Tensor:
+    """The row's tensor on engine rank `rank`: its parts one after another, each padded and divided among the ranks.
+
+    Padding is with zeros. Key and value heads are repeated where there are fewer than ranks.
+    """
+    described = [part.dims for part in row.hf]
+    if row.layout is Layout.PACKED_GATE_UP:
+        described, parts = [("ffn", *described[0][1:])] * 2, list(parts[0].chunk(2))
+    shards = []
+    for part, dims in zip(parts, described, strict=True):
+        copies = max(1, layout.size // shape.num_query_groups) if dims[0] == "keys" else 1
+        for dim, name in enumerate(dims):
+            part = _padded(part, dim, _padded_length(name, part.shape[dim], row, shape, layout))
+        if row.shard_dim is not None:
+            length = part.shape[row.shard_dim] * copies // layout.size
+            part = part.narrow(row.shard_dim, rank // copies * length, length)
+        shards.append(part)
+    return torch.cat(shards)
+
+
+def _padded_length(dimension: str, length: int, row: Row, shape: ModelShape, layout: EngineLayout) -> int:
+    """What the engine makes of a dimension's `length`."""
+    if dimension == "vocab":
+        padded = _rounded_up(length, VOCAB_MULTIPLE)
+        return padded if padded % layout.size == 0 else _rounded_up(length, VOCAB_MULTIPLE * layout.size)
+    if dimension not in FFN_WIDTHS or not layout.on_host:
+        return length
+    multiple = HOST_FFN_MULTIPLE * layout.size
+    if ".shared_experts." in row.hf[0].name:
+        # so many experts of the routed ones' width, which is rounded up before it is multiplied
+        experts = shape.shared_ffn_hidden_size // shape.moe_ffn_hidden_size
+        return experts * _rounded_up(shape.moe_ffn_hidden_size, multiple)
+    return _rounded_up(length, multiple)
+
+
+def _rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _padded(tensor: Tensor, dim: int, padded: int) -> Tensor:
+    missing = padded - tensor.shape[dim]
+    if not missing:
+        return tensor
+    zeros = tensor.new_zeros([missing if index == dim else length for index, length in enumerate(tensor.shape)])
+    return torch.cat([tensor, zeros], dim)
+
+
+_TILE_WORDS = 8192
+_TILES_AT_ONCE = 512  # bounds the memory of the 64-bit intermediates to a few hundred megabytes
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_SEED = 0x243F6A88
+
+
+def host_checksum(tensor: Tensor) -> str:
+    """First 8 bytes of the SHA-256 of the tensor's bytes, in hex."""
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(memoryview(raw.numpy())).digest()[:8].hex()
+
+
+def device_checksum(tensor: Tensor) -> str:
+    """The GPU checksum in hex, computed on the tensor's own device.
+
+    With the bytes as 32-bit words v_i, per tile of 8192 words and for each of two lanes:
+    h = fmix(sum_i fmix(v_i ^ (i * P + s) ^ rotl(i, r)) ^ n_bytes); the tiles' 64-bit values (lane 1 above
+    lane 2) are added, and the sum is finished by splitmix64's mix.
+    """
+    words = _words(tensor)
+    count = words.numel()
+    if count == 0:
+        return f"{0:016x}"
+    total = 0
+    step = _TILES_AT_ONCE * _TILE_WORDS
+    for start in range(0, count, step):
+        part = words[start : start + step].to(torch.int64) & _MASK32
+        place = torch.arange(start, start + part.numel(), device=part.device) & _MASK32
+        upper = _lane(part, place, count, multiplier=0x27D4EB2D, seed=_SEED, rotation=15)
+        lower = _lane(part, place, count, multiplier=0x165667B1, seed=(_SEED * 0x9E3779B1) ^ 0xDEADBEEF, rotation=13)
+        total += sum((high << 32) | low for high, low in zip(upper.tolist(), lower.tolist(), strict=True))
+    return f"{_splitmix(total & _MASK64):016x}"
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes as int32, padded with zero bytes to whole words."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    missing = -raw.numel() % 4
+    return (torch.nn.functional.pad(raw, (0, missing)) if missing else raw).view(torch.int32)
+
+
+def _lane(part: Tensor, place: Tensor, count: int, *, multiplier: int, seed: int, rotation: int) -> Tensor:
+    """One 32-bit value per tile of `part`."""
+    turned = ((place << rotation) | (place >> (32 - rotation))) & _MASK32
+    mixed = _fmix(part ^ ((place * multiplier + (seed & _MASK32)) & _MASK32) ^ turned)
+    missing = -mixed.numel() % _TILE_WORDS
+    tiles = torch.nn.functional.pad(mixed, (0, missing)).view(-1, _TILE_WORDS)
+    return _fmix((tiles.sum(dim=1) & _MASK32) ^ (count * 4 & _MASK32))
+
+
+def _fmix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on 64-bit integers that hold 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
+    return x ^ (x >> 16)
+
+
+def _splitmix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+Checksums = dict[str, str]
+
+
+def expected_checksums(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    shape: ModelShape,
+    family: Family,
+    engine_sizes: Iterable[int],
+    *,
+    on_host: bool,
+) -> dict[int, list[Checksums]]:
+    """For each tensor-parallel size, the checksums by engine name on each of its ranks.
+
+    `named_tensors` are all HF tensors in table order; it is consumed to the end.
+    """
+    checksum = host_checksum if on_host else device_checksum
+    expected: dict[int, list[Checksums]] = {size: [{} for _ in range(size)] for size in set(engine_sizes)}
+    # what is there of tensors that several rows make up, by (name, size, rank)
+    waiting: dict[tuple[str, int, int], list[Tensor]] = {}
+    tensors = iter(named_tensors)
+    for row in family.rows(shape):
+        parts = [next(tensors)[1].clone() for _ in row.hf]
+        target = engine_tensor(row, shape, family.model_type)
+        for size, ranks in expected.items():
+            layout = EngineLayout(size, on_host)
+            for rank, checksums in enumerate(ranks):
+                shards = waiting.setdefault((target.name, size, rank), [])
+                shards.append(engine_shard(row, parts, shape, layout, rank))
+                if len(shards) == target.rows:
+                    checksums[target.name] = checksum(target.join(waiting.pop((target.name, size, rank))))
+    if (extra := next(tensors, None)) is not None:
+        raise ValueError(f"{extra[0]} is not in the table of {family.model_type}: the exporter and the table differ")
+    return expected
+
+
+def check_server(url: str, reported: list[dict[str, Any]], expected: list[Checksums]) -> None:
+    """Raises WeightSyncError naming the server and the tensors that differ, are unknown or were not reported."""
+    if len(reported) != len(expected):
+        raise WeightSyncError(
+            f"{url} reports checksums of {len(reported)} ranks and {len(expected)} were expected:"
+            " the check needs engines that are only tensor parallel"
+        )
+    for report in reported:
+        rank = report["parallelism_info"]["tp_rank"]
+        own, wanted = report["checksums"], expected[rank]
+        if own.keys() != wanted.keys():
+            only_there, only_here = own.keys() - wanted.keys(), wanted.keys() - own.keys()
+            raise WeightSyncError(
+                f"{url} rank {rank} and the trainer name different tensors: only there {listed(only_there) or 'none'},"
+                f" only here {listed(only_here) or 'none'}"
+            )
+        if different := [name for name, value in wanted.items() if own[name] != value]:
+            raise WeightSyncError(
+                f"{url} rank {rank}: {len(different)} of {len(wanted)} tensors differ from the trainer's after the"
+                f" update: {listed(different)}; if it is all of them, compare --sglang-dtype with --bf16"
+            )
+
+
+class Manifest:
+    """All tensors of one push, ticked off bucket by bucket."""
+
+    def __init__(self, family: Family, shape: ModelShape) -> None:
+        self._model_type = family.model_type
+        self._awaited = iter(
+            (part.name, dims)
+            for row in family.rows(shape)
+            for part, dims in zip(row.hf, hf_shapes(row, shape), strict=True)
+        )
+
+    def tick_off(self, bucket: Bucket) -> None:
+        """Raises ValueError at the first tensor that is not the next one of the table, or not at its place."""
+        place = 0
+        for entry in bucket.entries:
+            name, dims = next(self._awaited, ("nothing", ()))
+            num_bytes = math.prod(dims) * entry.dtype.itemsize
+            if (entry.name, entry.shape) != (name, dims) or (entry.start, entry.end) != (place, place + num_bytes):
+                raise ValueError(
+                    f"a bucket holds {entry.name} {list(entry.shape)} in bytes {entry.start} to {entry.end}, where"
+                    f" the table of {self._model_type} has {name} {list(dims)} in {place} to {place + num_bytes}:"
+                    " the exporter and the table differ"
+                )
+            place = entry.end
+        if place != bucket.flat.numel():
+            raise ValueError(f"a bucket of {bucket.flat.numel()} bytes holds tensors of {place}: it was packed wrongly")
+
+    def close(self) -> None:
+        """Raises ValueError where a tensor is missing."""
+        missing = next(self._awaited, None)
+        if missing is not None:
+            raise ValueError(f"{missing[0]} of the table of {self._model_type} was not sent: the exporter left it out")
