@@ -136,7 +136,7 @@ def one_run(direction: str, folder: Path) -> None:
     """Converts once in this process: waits for a line when all is imported, and for another when all is done."""
     import torch
 
-    from slimrl.platform.collective_errors import Team
+    from slimrl.platform.collective_errors import ConversionGroup
 
     torch.set_num_threads(1)  # as the programs do
     if direction == "there":
@@ -146,7 +146,7 @@ def one_run(direction: str, folder: Path) -> None:
         import slimrl.megatron.checkpoint.template  # noqa: F401  what the conversion would import
 
         def work() -> object:
-            return tool.convert(args, Team(), force=False)
+            return tool.convert(args, ConversionGroup(), force=False)
 
     else:
         tool = load_tool("convert_torch_dist_to_hf")
@@ -156,7 +156,7 @@ def one_run(direction: str, folder: Path) -> None:
         )
 
         def work() -> object:
-            return tool.convert(parsed, Team())
+            return tool.convert(parsed, ConversionGroup())
 
     print("ready", flush=True)
     sys.stdin.readline()

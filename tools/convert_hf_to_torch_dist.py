@@ -29,7 +29,7 @@ from slimrl.arguments import Arguments, parse_args
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelShape
 from slimrl.observability.terminal import ByteBar
-from slimrl.platform.collective_errors import Team
+from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist
 from slimrl.weights.hf_checkpoint import HfCheckpoint, local_hf_folder, read_hf_config
 
@@ -124,7 +124,7 @@ def keep_dtype(args: Arguments, family: Family) -> None:
         print(f"{NAME}: weights stored as {stored} are rounded to {'bfloat16' if args.bf16 else 'float16'}.")
 
 
-def convert(args: Arguments, team: Team, *, force: bool) -> Path:
+def convert(args: Arguments, group: ConversionGroup, *, force: bool) -> Path:
     """Writes the checkpoint and returns its folder, or raises what `hf_to_torch_dist` raises."""
     hf_dir = Path(args.hf_checkpoint)
     family = family_for(read_hf_config(hf_dir))
@@ -133,7 +133,7 @@ def convert(args: Arguments, team: Team, *, force: bool) -> Path:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # on kernels that converting needs not
     from slimrl.megatron.checkpoint.template import model_blueprint
 
-    with ByteBar("converting", shown=team.leads) as bar:
+    with ByteBar("converting", shown=group.is_rank_zero) as bar:
         return hf_to_torch_dist(
             hf_dir,
             Path(args.save),
@@ -141,7 +141,7 @@ def convert(args: Arguments, team: Team, *, force: bool) -> Path:
             family,
             lambda folder: model_blueprint(args, folder),
             force=force,
-            team=team,
+            group=group,
             on_start=bar.start,
         )
 
@@ -154,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args, force = read_flags(argv)
-        team = Team.from_environment(os.environ)
-        folder = convert(args, team, force=force)
+        group = ConversionGroup.from_environment(os.environ)
+        folder = convert(args, group, force=force)
     except (OSError, ValueError, RuntimeError) as error:
         hint = ", or add --force to replace it" if isinstance(error, FileExistsError) else ""
         print(f"{NAME}: {error}{hint}; nothing was written.", file=sys.stderr)
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{NAME}: interrupted; nothing was written.", file=sys.stderr)
         return 130
-    if team.leads:
+    if group.is_rank_zero:
         print(f"wrote {folder}")
     return 0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from slimrl.observability.terminal import ByteBar
-from slimrl.platform.collective_errors import Team
+from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.convert.megatron_to_hf import torch_dist_to_hf
 from slimrl.weights.convert.torch_dist_reader import resolve_checkpoint
 from slimrl.weights.hf_checkpoint import local_hf_folder
@@ -78,9 +78,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def convert(args: argparse.Namespace, team: Team) -> None:
+def convert(args: argparse.Namespace, group: ConversionGroup) -> None:
     """Writes the folder, or raises what `torch_dist_to_hf` raises."""
-    with ByteBar("converting", shown=team.leads) as bar:
+    with ByteBar("converting", shown=group.is_rank_zero) as bar:
         torch_dist_to_hf(
             resolve_checkpoint(args.input_dir),
             args.output_dir,
@@ -90,7 +90,7 @@ def convert(args: argparse.Namespace, team: Team) -> None:
             add_missing=args.add_missing_from_origin_hf,
             force=args.force,
             max_shard_bytes=args.chunk_size,
-            team=team,
+            group=group,
             on_start=bar.start,
         )
 
@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     """Converts; returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        team = Team.from_environment(os.environ)
-        convert(args, team)
+        group = ConversionGroup.from_environment(os.environ)
+        convert(args, group)
     except (OSError, ValueError, RuntimeError) as error:
         hint = ", or add --force to replace it" if isinstance(error, FileExistsError) else ""
         print(f"{NAME}: {error}{hint}; nothing was written.", file=sys.stderr)
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{NAME}: interrupted; nothing was written.", file=sys.stderr)
         return 130
-    if team.leads:
+    if group.is_rank_zero:
         print(f"wrote {args.output_dir}")
     return 0
 

@@ -24,7 +24,7 @@ from slimrl.cluster.placement import Slots
 from slimrl.cluster.watchdog import GenerationWhere
 from slimrl.data.sample import Sample
 from slimrl.data.train_batch import schedule_batch
-from slimrl.engines.sglang.auth import key_of
+from slimrl.engines.auth import key_of
 from slimrl.engines.sglang.client import KEEP_TRYING_S as KEEP_TRYING_WITHOUT_RECOVERY_S
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl, load_of

@@ -20,8 +20,8 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_group import TrainGroup
 from slimrl.cluster.watchdog import Awaited, answers, of_generation
+from slimrl.engines.auth import key_of
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.auth import key_of
 from slimrl.engines.sglang.router import RunningRouter
 
 logger = logging.getLogger("slimrl")

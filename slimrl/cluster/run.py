@@ -25,7 +25,7 @@ from slimrl.cluster.rollout_manager_proxy import EngineMemory, ManagerEnd, of_ma
 from slimrl.cluster.supervisor import Supervisor, watching
 from slimrl.cluster.training.train_group import TrainGroup
 from slimrl.cluster.watchdog import Patience, answers
-from slimrl.engines.sglang.auth import with_key
+from slimrl.engines.auth import with_key
 from slimrl.engines.sglang.external_server_check import check_somebody_listens
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
 from slimrl.observability.metrics.prometheus import scrape_targets

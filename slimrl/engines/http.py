@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from slimrl.engines.auth import bearer
 from slimrl.engines.protocol import (
     EngineAnswerError,
     EngineError,
@@ -27,7 +28,6 @@ from slimrl.engines.protocol import (
     EngineTimeoutError,
     EngineUnavailableError,
 )
-from slimrl.engines.sglang.auth import bearer
 
 SHOWN_CHARS = 200
 

@@ -1,16 +1,9 @@
-"""One step on every rank, of which an error on one becomes an error on all: nobody waits for a rank that failed.
+"""Steps that succeed on every rank or fail on every rank, so that no rank waits in a collective call for one that failed.
 
-Called by whatever writes files that other ranks rely on.
-
-One outcome for all trainer ranks: a step of a push succeeds on every rank or raises the same error on every rank.
-
-So all of them take the same way after a failure, and none waits in a collective call that another has left. Called by
-the weight updater.
-
-The processes that convert one checkpoint together, as torchrun starts them; usually just one.
-
-Promises that all of them go on or none does: an error in one ends the others with its sentence. Only small
-messages are exchanged (gloo on the CPU); the tensors go through the shared file system. Called by the converters.
+`run_on_all_ranks` and `run_on_rank_zero` are for files that other ranks rely on (checkpoints, exports). `RankSync` is
+for weight updates: it keeps a process group of its own and says of a failure whether it is final. `ConversionGroup` is
+for converters, which torchrun may start as several processes and which are usually one. All exchange small messages
+only (gloo on the CPU where a group is made here).
 """
 
 from __future__ import annotations
@@ -25,9 +18,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from slimrl.weights.update.engine_control import WeightSyncError
-
 _Result = TypeVar("_Result")
+_Failure = tuple[str, bool]  # what it says, and whether it is final
+_JOIN_TIMEOUT = datetime.timedelta(minutes=10)
+RANK_ZERO = 0
 
 
 class CheckpointError(RuntimeError):
@@ -45,7 +39,7 @@ def room_left(error: BaseException) -> str:
     return f" ({free / 2**30:.2f} GiB are free there)"
 
 
-def together(step: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
+def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
     """Run `step` on every rank of `group` (None: all ranks) and return its result once all are done; collective.
 
     Raises CheckpointError on every rank, naming the first that failed, where a step ended with an OSError, ValueError
@@ -65,22 +59,25 @@ def together(step: Callable[[], _Result], group: dist.ProcessGroup | None = None
     return result
 
 
-def on_lead(step: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """`together` for what rank 0 does alone."""
-    together(step if dist.get_rank() == 0 else lambda: None, group)
+def run_on_rank_zero(step: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """`run_on_all_ranks` for what rank 0 does alone."""
+    run_on_all_ranks(step if dist.get_rank() == 0 else lambda: None, group)
 
 
-LEAD = 0  # the trainer rank that asks servers for versions and checksums
+class SyncError(RuntimeError):
+    """A step failed on some rank. `final`: doing it once more cannot help, or is not safe."""
 
-Result = TypeVar("Result")
-Failure = tuple[str, bool]
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
 
 
-class Agreement:
-    """Runs steps on all trainer ranks; made collectively over all of them."""
+class RankSync:
+    """Runs steps on all training ranks; made collectively over all of them. `error` is what its steps raise."""
 
-    def __init__(self, rank: int) -> None:
-        self._leads = rank == LEAD
+    def __init__(self, rank: int, error: type[SyncError] = SyncError) -> None:
+        self._is_rank_zero = rank == RANK_ZERO
+        self._error = error
         self._everyone = dist.new_group(backend="gloo")
 
     @property
@@ -88,28 +85,28 @@ class Agreement:
         """How many ranks there are."""
         return self._everyone.size()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Gives its process group up; no rank may have a call on it under way."""
         dist.destroy_process_group(self._everyone)
 
-    def gather(self, value: Result) -> list[Result]:
+    def gather(self, value: _Result) -> list[_Result]:
         """The values of all ranks, in their order; collective."""
-        values: list[Result] = [value] * self.size
+        values: list[_Result] = [value] * self.size
         dist.all_gather_object(values, value, group=self._everyone)
         return values
 
-    def together(self, step: Callable[[], Result]) -> list[Result]:
+    def run_on_all_ranks(self, step: Callable[[], _Result]) -> list[_Result]:
         """Runs `step` on every rank and returns what each rank's returned; collective.
 
-        Raises WeightSyncError on every rank where a step raised that, ValueError or OSError on one. It is final unless
+        Raises the sync's error on every rank where a step raised that, ValueError or OSError on one. It is final unless
         all that failed may be tried again: an error of the trainer itself comes back with the next attempt.
         """
-        result: Result | None = None
-        failure: Failure | None = None
+        result: _Result | None = None
+        failure: _Failure | None = None
         cause: Exception | None = None
         try:
             result = step()
-        except WeightSyncError as error:
+        except self._error as error:
             failure, cause = (str(error), error.final), error
         except (ValueError, OSError) as error:
             failure, cause = (str(error), True), error
@@ -117,27 +114,24 @@ class Agreement:
         failures = [failed for _, failed in outcomes if failed is not None]
         if failures:
             text = failures[0][0] if failure is None else failure[0]
-            raise WeightSyncError(text, final=any(final for _, final in failures)) from cause
+            raise self._error(text, final=any(final for _, final in failures)) from cause
         return [outcome for outcome, _ in outcomes]
 
-    def on_lead(self, step: Callable[[], Result]) -> Result:
-        """Runs `step` on the lead alone; its result on every rank. Collective; raises as `together`."""
-        return self.together(lambda: step() if self._leads else None)[LEAD]
+    def run_on_rank_zero(self, step: Callable[[], _Result]) -> _Result:
+        """Runs `step` on rank 0 alone; its result on every rank. Collective; raises as `run_on_all_ranks`."""
+        return self.run_on_all_ranks(lambda: step() if self._is_rank_zero else None)[RANK_ZERO]
 
 
-_JOINING = datetime.timedelta(minutes=10)
-
-
-class Team:
-    """This process' number `rank` among `size`; methods that talk to the others need `joined`."""
+class ConversionGroup:
+    """This process is `rank` of `size`; methods that talk to the others need `joined`."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Team:
-        """The place that RANK and WORLD_SIZE give, a team of one without them.
+    def from_environment(cls, environment: Mapping[str, str]) -> ConversionGroup:
+        """The place that RANK and WORLD_SIZE give, a group of one without them.
 
         Raises ValueError where they are incomplete or contradict each other.
         """
@@ -161,7 +155,7 @@ class Team:
         return cls(rank, size)
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process does what only one may do."""
         return self.rank == 0
 
@@ -173,7 +167,7 @@ class Team:
             return
         try:
             dist.init_process_group(
-                "gloo", init_method="env://", rank=self.rank, world_size=self.size, timeout=_JOINING
+                "gloo", init_method="env://", rank=self.rank, world_size=self.size, timeout=_JOIN_TIMEOUT
             )
         except dist.DistError as error:
             raise ValueError(
@@ -185,7 +179,7 @@ class Team:
         finally:
             dist.destroy_process_group()
 
-    def together(self, action: Callable[[], _Result]) -> _Result:
+    def run_on_all_ranks(self, action: Callable[[], _Result]) -> _Result:
         """Runs `action` in every process and returns once all are done.
 
         Raises this process' own error, or RuntimeError with the sentence of the first other that failed.

@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 import psutil
 
-from slimrl.engines.sglang.auth import VARIABLE
+from slimrl.engines.auth import VARIABLE
 from tests.end_to_end.harness import Started
 
 NOBODY = 65534

@@ -12,9 +12,10 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.redact import HIDDEN
+from slimrl.engines import auth
 from slimrl.engines.http import answers, call
 from slimrl.engines.protocol import EngineRequestError
-from slimrl.engines.sglang import auth, router, server
+from slimrl.engines.sglang import router, server
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl, load_of
 from slimrl.engines.sglang.external_server_check import inspect

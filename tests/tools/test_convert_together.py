@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimrl.platform.collective_errors import Team
+from slimrl.platform.collective_errors import ConversionGroup
 from tests.megatron.launch import free_port
 from tests.tools.converting import ROOT, model_args
 from tests.tools.saving_jobs import read_everything
@@ -127,15 +127,15 @@ def test_one_process_that_fails_ends_all_and_leaves_nothing(alone, tmp_path):
 
 
 def test_the_place_in_the_team_is_what_torchrun_says():
-    team = Team.from_environment({})
-    assert (team.rank, team.size, team.leads) == (0, 1, True)
+    group = ConversionGroup.from_environment({})
+    assert (group.rank, group.size, group.is_rank_zero) == (0, 1, True)
     world = {"WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-    team = Team.from_environment({**world, "RANK": "3"})
-    assert (team.rank, team.size, team.leads) == (3, 4, False)
+    group = ConversionGroup.from_environment({**world, "RANK": "3"})
+    assert (group.rank, group.size, group.is_rank_zero) == (3, 4, False)
     for wrong, message in (
         ({**world, "RANK": "4"}, "RANK must be 0 to 3"),
         (world, "unset WORLD_SIZE to convert in one process"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is missing"),
     ):
         with pytest.raises(ValueError, match=message):
-            Team.from_environment(wrong)
+            ConversionGroup.from_environment(wrong)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments
+from slimrl.engines.auth import new_key
 from slimrl.engines.http import call
-from slimrl.engines.sglang.auth import new_key
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.engine_memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
 from slimrl.engines.sglang.launch import ServerLaunch

@@ -20,9 +20,9 @@ from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerEnd, ServerS
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, called_at
 from slimrl.cluster.placement import Slots
+from slimrl.engines.auth import key_of
 from slimrl.engines.http import answers
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.auth import key_of
 from slimrl.engines.sglang.external_server_check import ExternalServer, inspect
 from slimrl.engines.sglang.router import RouterProcess, RunningRouter, routing_options
 from slimrl.processes.process_info import resident_gib

@@ -27,7 +27,7 @@ from slimrl.arguments.engines import RewardModelConfig
 from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import Slots
-from slimrl.engines.sglang.auth import OPTION
+from slimrl.engines.auth import OPTION
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
+from slimrl.engines.auth import bearer
 from slimrl.engines.protocol import (
     EngineAnswerError,
     EngineRequestError,
@@ -34,7 +35,6 @@ from slimrl.engines.protocol import (
     Generation,
     aborted_answer,
 )
-from slimrl.engines.sglang.auth import bearer
 from slimrl.engines.sglang.responses import AnswerReader, RequestStats, decoded
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.engines.sglang import auth
+from slimrl.engines import auth
 
 # where the ranks of a server meet instead of at a port of its own, which torch opens on all addresses and without a key
 MEETING_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"

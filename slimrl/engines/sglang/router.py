@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 
 from slimrl.arguments import Arguments
+from slimrl.engines import auth
 from slimrl.engines.http import answers, call, shaped
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
-from slimrl.engines.sglang import auth
 from slimrl.engines.sglang.server_args import RESERVED_ROUTER, render_options, router_flags
 from slimrl.processes import POLL_INTERVAL_S, ManagedProcess, importable
 from slimrl.processes.ports import PortClaim, claim_port, claim_ports

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.engines import auth
 from slimrl.engines.http import answers, call
-from slimrl.engines.sglang import auth
 from slimrl.engines.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
 from slimrl.engines.sglang.server_args import RESERVED, render_options, server_flags
 from slimrl.processes import ManagedProcess, importable

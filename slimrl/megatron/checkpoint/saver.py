@@ -32,7 +32,7 @@ from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelShape
-from slimrl.platform.collective_errors import CheckpointError, on_lead, together
+from slimrl.platform.collective_errors import CheckpointError, run_on_all_ranks, run_on_rank_zero
 from slimrl.weights.checkpoint_checksums import Checksums
 from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
 from slimrl.weights.hf_checkpoint import read_hf_config
@@ -82,8 +82,8 @@ class CheckpointSaver:
         self.finish()
         self._open()
         started = time.perf_counter()
-        on_lead(lambda: folder.begin(root, iteration), self._writers)
-        snapshot = together(take, self._writers)
+        run_on_rank_zero(lambda: folder.begin(root, iteration), self._writers)
+        snapshot = run_on_all_ranks(take, self._writers)
         if self._thread is None:
             self._write(root, snapshot, started)
             if export is not None:
@@ -150,9 +150,9 @@ class CheckpointSaver:
         partial = folder.partial_path(root, snapshot.iteration)
         try:
             checksums = io.write(snapshot.prepared, partial, self._writers)
-            on_lead(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
+            run_on_rank_zero(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
         except CheckpointError as error:
-            on_lead(lambda: folder.discard(root, snapshot.iteration), self._writers)
+            run_on_rank_zero(lambda: folder.discard(root, snapshot.iteration), self._writers)
             name = folder.folder_name(snapshot.iteration)
             raise CheckpointError(
                 f"saving {root / name} failed, older checkpoints are untouched: {error}; of these"
@@ -160,10 +160,10 @@ class CheckpointSaver:
             ) from error
 
     def _begin_export(self, make: Callable[[], HfExport]) -> HfExport:
-        export = together(make, self._writers)
-        on_lead(export.begin, self._writers)
+        export = run_on_all_ranks(make, self._writers)
+        run_on_rank_zero(export.begin, self._writers)
         try:
-            together(lambda: export.collect(copy=self.background), self._writers)
+            run_on_all_ranks(lambda: export.collect(copy=self.background), self._writers)
         except CheckpointError:
             export.discard()
             raise
@@ -171,8 +171,8 @@ class CheckpointSaver:
 
     def _finish_export(self, export: HfExport) -> None:
         try:
-            together(export.write, self._writers)
-            on_lead(export.commit, self._writers)
+            run_on_all_ranks(export.write, self._writers)
+            run_on_rank_zero(export.commit, self._writers)
         except CheckpointError as error:
             export.discard()
             raise CheckpointError(f"exporting to {export.path} failed, the checkpoint is complete: {error}") from error

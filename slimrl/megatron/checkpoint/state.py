@@ -40,7 +40,7 @@ from slimrl.megatron.optimizer import after_load, agree_on_step, step_counts
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelShape
-from slimrl.platform.collective_errors import on_lead
+from slimrl.platform.collective_errors import run_on_rank_zero
 from slimrl.weights.checkpoint_checksums import CheckedFolder
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import read_hf_config
@@ -210,13 +210,13 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     Only the vocabulary's padding depends on the layout that wrote it, and loading fits it anew.
     """
     root = Path(folder)
-    on_lead(lambda: checkpoint_folder.begin(root, None))
+    run_on_rank_zero(lambda: checkpoint_folder.begin(root, None))
     partial = checkpoint_folder.partial_path(root, None)
     prepared = io.prepare({"model": _sharded([model])}, {"content": "model"}, copy=False)
     checksums = io.write(prepared, partial)
-    on_lead(lambda: io.write_common(prepared, partial))
-    on_lead(lambda: checkpoint_folder.write_checksums(partial, checksums))
-    on_lead(lambda: checkpoint_folder.commit(root, None))
+    run_on_rank_zero(lambda: io.write_common(prepared, partial))
+    run_on_rank_zero(lambda: checkpoint_folder.write_checksums(partial, checksums))
+    run_on_rank_zero(lambda: checkpoint_folder.commit(root, None))
     return root / checkpoint_folder.RELEASE
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimrl.megatron.checkpoint.folder import RELEASE, TRACKER_NAME
 from slimrl.models.families import Family, Row
 from slimrl.models.model_spec import ModelShape
-from slimrl.platform.collective_errors import Team
+from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.atomic_dir import NewFolder, check_apart, check_space, partial_path
 from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, Checksums, checksums_text
 from slimrl.weights.convert.torch_dist_writer import MAX_FILE_BYTES, Blueprint, Weight, write_torch_dist
@@ -124,7 +124,7 @@ def hf_to_torch_dist(
     *,
     force: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
-    team: Team | None = None,
+    group: ConversionGroup | None = None,
     on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
 ) -> Path:
     """Writes `save_dir/release` and the tracker file that names it; returns the former.
@@ -135,34 +135,36 @@ def hf_to_torch_dist(
     inputs, ValueError naming a tensor that is missing, left over or of another shape, for a disk too full, or, with
     `force`, for a `save_dir` that holds anything but a converted checkpoint (checkpoints of training, for example).
     """
-    team = team or Team()
+    group = group or ConversionGroup()
     check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, shape, family)
         folder = NewFolder(save_dir, replace=(RELEASE, TRACKER_NAME) if force else ())
         release = partial_path(save_dir) / RELEASE
         try:
-            if team.leads:
+            if group.is_rank_zero:
                 folder.open()
                 release.mkdir()
-            blueprint = blueprint_into(release if team.leads else None)
+            blueprint = blueprint_into(release if group.is_rank_zero else None)
             source = _Source(checkpoint, blueprint, shape, family)
             blueprint = source.in_rows(blueprint)
             on_written = on_start(blueprint.nbytes)
-            with team.joined():
-                team.together(lambda: check_space(folder.folder, blueprint.nbytes if team.leads else 0))
+            with group.joined():
+                group.run_on_all_ranks(
+                    lambda: check_space(folder.folder, blueprint.nbytes if group.is_rank_zero else 0)
+                )
                 checksums = write_torch_dist(
                     release,
                     blueprint,
                     source.read,
-                    rank=team.rank,
-                    world_size=team.size,
+                    rank=group.rank,
+                    world_size=group.size,
                     max_file_bytes=max_file_bytes,
                     on_written=on_written,
                 )
-                team.together(lambda: _commit(folder, checksums) if team.leads else None)
+                group.run_on_all_ranks(lambda: _commit(folder, checksums) if group.is_rank_zero else None)
         except BaseException:
-            if team.leads:
+            if group.is_rank_zero:
                 folder.discard()
             raise
     return Path(save_dir) / RELEASE

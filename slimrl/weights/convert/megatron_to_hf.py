@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slimrl.models.families import FAMILIES, Family, Row, family_for
 from slimrl.models.model_spec import ModelShape
-from slimrl.platform.collective_errors import Team
+from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.atomic_dir import NewFolder, check_apart, partial_path
 from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, read_hf_config
@@ -64,7 +64,7 @@ def torch_dist_to_hf(
     add_missing: bool = False,
     force: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    team: Team | None = None,
+    group: ConversionGroup | None = None,
     on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
 ) -> None:
     """Writes the checkpoint `input_dir` as the Hugging Face folder `output_dir`, modelled on `origin_hf_dir`.
@@ -77,7 +77,7 @@ def torch_dist_to_hf(
     ValueError naming a tensor that is missing, left over or of a wrong shape, saying that the disk is too full or,
     with `force`, naming files in the output folder that are not of a converted model.
     """
-    team = team or Team()
+    group = group or ConversionGroup()
     check_apart(output_dir, "--output-dir", origin_hf_dir, "--origin-hf-dir")
     check_apart(output_dir, "--output-dir", input_dir, "--input-dir")
     config = read_hf_config(origin_hf_dir)
@@ -95,19 +95,19 @@ def torch_dist_to_hf(
         beside = companions(Path(origin_hf_dir))
         needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in beside)
         replace = replaceable(beside) if force else ()
-        folder = NewFolder(output_dir, replace=replace, needed_bytes=needed if team.leads else 0)
-        mine = sorted(shards, key=lambda shard: -shard.nbytes)[team.rank :: team.size]
+        folder = NewFolder(output_dir, replace=replace, needed_bytes=needed if group.is_rank_zero else 0)
+        mine = sorted(shards, key=lambda shard: -shard.nbytes)[group.rank :: group.size]
         on_written = on_start(sum(shard.nbytes - len(shard.header) for shard in mine))
-        with team.joined():
+        with group.joined():
             try:
-                team.together(folder.open if team.leads else lambda: None)
+                group.run_on_all_ranks(folder.open if group.is_rank_zero else lambda: None)
                 convert = _Conversion(checkpoint, origin, shape, on_written)
-                team.together(lambda: convert.run(jobs, mine, partial_path(output_dir)))
-                if team.leads:
+                group.run_on_all_ranks(lambda: convert.run(jobs, mine, partial_path(output_dir)))
+                if group.is_rank_zero:
                     finish(folder.partial, shards, beside, config)
-                team.together(folder.commit if team.leads else lambda: None)
+                group.run_on_all_ranks(folder.commit if group.is_rank_zero else lambda: None)
             except BaseException:
-                if team.leads:
+                if group.is_rank_zero:
                     folder.discard()
                 raise
 

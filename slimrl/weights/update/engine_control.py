@@ -20,19 +20,13 @@ from typing import Any, Protocol, TypeVar, cast
 from slimrl.engines.protocol import EngineError, EngineTimeoutError
 from slimrl.engines.sglang.control import RunningRequests
 from slimrl.observability.tracer import Timeline
+from slimrl.platform.collective_errors import SyncError
 
 Result = TypeVar("Result")
 
 
-class WeightSyncError(RuntimeError):
-    """Pushing weights to the servers failed; they may hold a mixture of old and new weights.
-
-    `final`: sending them once more cannot help, or is not safe.
-    """
-
-    def __init__(self, text: str, *, final: bool = False) -> None:
-        super().__init__(text)
-        self.final = final
+class WeightSyncError(SyncError):
+    """A weight update of the servers failed; they may hold a mixture of old and new weights."""
 
 
 class ServerControl(Protocol):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slimrl.hooks import HookFailedError, UpdateWeightPostWrite, named
-from slimrl.platform.collective_errors import Agreement
+from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.safetensors_writer import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
 from slimrl.weights.update.buckets import Bucket, ReusedBuffer
 from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all
@@ -98,7 +98,7 @@ class Delivery:
     """
 
     def __init__(
-        self, ranks: Agreement, transport: DiskTransport | None, post_write: Callable[[Path], None] | None
+        self, ranks: RankSync, transport: DiskTransport | None, post_write: Callable[[Path], None] | None
     ) -> None:
         self._ranks = ranks
         self._transport = transport
@@ -112,9 +112,9 @@ class Delivery:
     def finish(self) -> None:
         """After the last; collective. Raises WeightSyncError on every rank, for a function that failed finally."""
         if self._post_write is not None:
-            folder = self._ranks.on_lead(lambda: str(self._transport.folder))
-            self._ranks.together(lambda: self._shown(Path(folder)))
-        self._ranks.on_lead(lambda: self._transport.deliver())
+            folder = self._ranks.run_on_rank_zero(lambda: str(self._transport.folder))
+            self._ranks.run_on_all_ranks(lambda: self._shown(Path(folder)))
+        self._ranks.run_on_rank_zero(lambda: self._transport.deliver())
 
     def _shown(self, folder: Path) -> None:
         try:

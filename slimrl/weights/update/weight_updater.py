@@ -25,7 +25,7 @@ from slimrl.engines.sglang.control import ServerControl as SglangServerControl
 from slimrl.models.families import Family, family_for
 from slimrl.models.model_spec import ModelShape
 from slimrl.observability.tracer import Timeline
-from slimrl.platform.collective_errors import LEAD, Agreement
+from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.update.buckets import Lanes, Transport, iter_buckets
 from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all, states, traced
@@ -107,7 +107,7 @@ class WeightUpdater:
         self._bucket_bytes = bucket_bytes
         self._pause_between_s = pause_between_s
         self._timeline = timeline if timeline is not None else Timeline.off()
-        self._ranks = Agreement(source.parallel.rank)
+        self._ranks = RankSync(source.parallel.rank, WeightSyncError)
         self._partners = self._find_partners()
         self._senders = senders
         self._delivery: Delivery | None = None  # of files
@@ -185,9 +185,9 @@ class WeightUpdater:
         """
         check_without_stages(engines)
         servers, sizes = _connect(engines, timeout_s, timeline)
-        leads = source.parallel.rank == LEAD
+        leads = source.parallel.rank == RANK_ZERO
         transports = [DiskTransport(servers, folder, source.parallel.device)] if leads else []
-        made = cls(source, servers, sizes, transports, {LEAD}, bucket_bytes, timeline=timeline)
+        made = cls(source, servers, sizes, transports, {RANK_ZERO}, bucket_bytes, timeline=timeline)
         made._delivery = Delivery(made._ranks, transports[0] if leads else None, post_write)
         return made
 
@@ -211,7 +211,7 @@ class WeightUpdater:
             if rank in members:
                 links.append(EngineLink(servers[number], sizes[number], suppliers, group))
         transports: list[Transport] = [TensorTransport(links, device)] if links else []
-        if roles.remote and rank == LEAD:
+        if roles.remote and rank == RANK_ZERO:
             remote, remote_sizes = [servers[n] for n in roles.remote], [sizes[n] for n in roles.remote]
             transports.append(DistributedTransport(remote, remote_sizes, device, timeout_s))
         with_stages = [number for number, engine in enumerate(engines) if engine.has_stages]
@@ -244,7 +244,7 @@ class WeightUpdater:
                 self._after_failure(error, version, attempt)
                 attempt += 1
         self._timeline.mark("servers go on")
-        self._ranks.on_lead(self._go_on)
+        self._ranks.run_on_rank_zero(self._go_on)
         for transport in self._transports:
             transport.release()
         sent, check_seconds = done
@@ -259,7 +259,7 @@ class WeightUpdater:
         """`close`, and leaves the process groups that were made for it: another updater follows. Collective."""
         self.close()
         dist.barrier()  # whoever is here needs no message of those groups any more
-        self._ranks.leave()
+        self._ranks.close()
         for transport in self._transports:
             transport.leave()
 
@@ -268,27 +268,27 @@ class WeightUpdater:
     ) -> tuple[tuple[int, int], float]:
         """Brings the weights into every server, all of which stay stopped; ((bytes, buckets), seconds of the check)."""
         self._timeline.mark("stop servers")
-        self._ranks.on_lead(lambda: self._begin(running))
+        self._ranks.run_on_rank_zero(lambda: self._begin(running))
         self._timeline.mark("send buckets")
         if self._delivery is not None:
             self._delivery.begin(version)
-        sent = max(self._ranks.together(lambda: self._send(model)))
+        sent = max(self._ranks.run_on_all_ranks(lambda: self._send(model)))
         if self._delivery is not None:
             self._delivery.finish()
         started = time.monotonic()
         if check_equal:
             self._timeline.mark("check equality")
-            self._ranks.together(lambda: self._check_equal(model))
+            self._ranks.run_on_all_ranks(lambda: self._check_equal(model))
         check_seconds = time.monotonic() - started
         self._timeline.mark("commit")
-        self._ranks.on_lead(lambda: self._commit(version, running))
+        self._ranks.run_on_rank_zero(lambda: self._commit(version, running))
         return sent, check_seconds
 
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
         """Returns where another attempt makes sense. Collective: every rank has the same `error.final`."""
         for transport in self._transports:
             transport.reset()
-        stand = self._ranks.on_lead(lambda: states(self._servers))
+        stand = self._ranks.run_on_rank_zero(lambda: states(self._servers))
         if error.final or attempt == ATTEMPTS or any(state.silence is not None for state in stand):
             raise WeightSyncError(
                 f"weight version {version!r} did not get into every server ({attempt} of {ATTEMPTS} attempts), so no"
@@ -345,11 +345,11 @@ class WeightUpdater:
         return num_bytes, buckets
 
     def _check_equal(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        if LEAD not in self._partners:
+        if RANK_ZERO not in self._partners:
             return
         source = self._source
-        tensors = self._export(model, {LEAD})
-        if source.parallel.rank != LEAD:
+        tensors = self._export(model, {RANK_ZERO})
+        if source.parallel.rank != RANK_ZERO:
             for _ in tensors:
                 pass
             return
