@@ -114,3 +114,43 @@ def test_the_router_of_glm_is_kept_in_float32():
     assert engine_tensor(row, SHAPE, "deepseek_v3").join([half]).dtype == torch.bfloat16
     kept = engine_tensor(row, SHAPE, "glm4_moe").join([half])
     assert kept.dtype == torch.float32 and kept.tolist() == half.tolist()
+
+
+DENSE = dataclasses.replace(SHAPE, num_experts=0, moe_layers=(), expert_bias=False, latent=None)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "engine"),
+    [
+        ("self_attn.q_proj.weight", "self_attn.qkv_proj.weight"),
+        ("mlp.gate_proj.weight", "mlp.gate_up_proj.weight"),
+        ("mlp.down_proj.weight", "mlp.down_proj.weight"),
+        ("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+    ],
+)
+def test_projections_that_the_engine_fuses_have_its_name_and_others_keep_theirs(tensor, engine):
+    row = row_of(f"model.layers.0.{tensor}", DENSE, family_for({"model_type": "qwen3"}))
+    assert engine_tensor(row, DENSE, "qwen3").name == f"model.layers.0.{engine}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"), [(2, [[0, 1], [2, 3]]), (4, [[0], [1], [2], [3]]), (8, [[0], [0], [1], [1]])]
+)
+def test_key_heads_are_divided_and_repeated_where_there_are_fewer_than_ranks(ranks, keys):
+    shape = dataclasses.replace(DENSE, num_attention_heads=8, kv_channels=1)
+    row = row_of("model.layers.0.self_attn.q_proj.weight", shape, family_for({"model_type": "qwen3"}))
+    query, key, value = torch.zeros(8, 3), torch.arange(4.0).view(4, 1).expand(4, 3), torch.full((4, 3), -1.0)
+    for rank, heads in enumerate(keys):
+        held = engine_shard(row, [query, key, value], shape, EngineLayout(ranks, on_host=False), rank)
+        width = len(heads)
+        assert len(held) == 8 // ranks + 2 * width
+        assert held[8 // ranks : 8 // ranks + width, 0].tolist() == heads
+
+
+def test_a_packed_gate_and_up_is_padded_in_its_rows_alone():
+    row = row_of("model.layers.0.mlp.gate_up_proj.weight", DENSE, family_for({"model_type": "glm4"}))
+    shape = dataclasses.replace(DENSE, ffn_hidden_size=40)
+    packed = torch.arange(240.0).view(80, 3) + 1
+    held = engine_shard(row, [packed], shape, EngineLayout(2, on_host=True), 1)
+    zeros = torch.zeros(24, 3)
+    assert torch.equal(held, torch.cat([packed[32:40], zeros, packed[72:], zeros]))

@@ -198,6 +198,7 @@ def test_sizes_that_do_not_divide_are_refused_with_both_numbers(folders):
     with pytest.raises(ValueError, match=r"does not divide --moe-shared-expert-intermediate-size \(63\)"):
         check_tensor_parallel(odd, 2)
     check_tensor_parallel(shape, 2, 2)
+    check_tensor_parallel(dataclasses.replace(shape, moe_ffn_hidden_size=63), 2)  # experts are not divided unless told
 
 
 def test_experts_of_the_table_have_both_of_megatrons_spellings():
