@@ -27,8 +27,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.main import prepare_ray_environment
 from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.processes.ray_environment import prepare_ray_environment
 
 TARGET_MS = 10.0
 SAMPLES, PROMPT, RESPONSE, VOCABULARY = 8, 4, 8, 64

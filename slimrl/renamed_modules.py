@@ -48,6 +48,11 @@ RENAMED = {
 }
 
 
+def current_path(module: str) -> str:
+    """The path of the module that has the place of `module` now; `module` itself where it is in neither table."""
+    return ALIASES.get(module) or RENAMED.get(module, module)
+
+
 class RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of the two tables and puts their successors in their place."""
 
@@ -60,7 +65,7 @@ class RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         """Imports the successor; importlib hands out whatever `sys.modules` then holds under the old name."""
         old = module.__name__
-        new = ALIASES.get(old) or RENAMED[old]
+        new = current_path(old)
         if old in RENAMED:
             warnings.warn(f"{old} is now {new}: import it from there", DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(new)

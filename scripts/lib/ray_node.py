@@ -26,9 +26,9 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from slimrl.cluster.main import ON_LOOPBACK
 from slimrl.processes import stale_resources
 from slimrl.processes.folders import kernel_cache
+from slimrl.processes.ray_environment import ON_LOOPBACK
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 READY_TIMEOUT_S = 120

@@ -8,7 +8,7 @@ import sys
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.dry_run import EXIT_REFUSED, Surroundings, print_plan, this_machine
-from slimrl.engines.sglang.server import with_defaults
+from slimrl.engines.sglang.server_args import with_defaults
 
 ANSWER_TIMEOUT_S = 3.0
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from slimrl.data.prompt_format import PromptFormat, row_fault
-from slimrl.data.readers import BadRow, Row
+from slimrl.data.prompt_format import BadRow, PromptFormat, Row, row_fault
 
 if TYPE_CHECKING:
     import pyarrow.parquet

@@ -1,4 +1,4 @@
-"""What a row of prompt data has to hold: which columns mean what, and what is wrong with a row.
+"""What a row of prompt data has to hold: which columns mean what, what is wrong with a row, and how that is reported.
 
 Owns the format alone: nothing here opens a file or has a tokenizer. Called by the rules about data, before anything
 starts, and where prompts are made of rows, so that the two cannot differ.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
-
-from slimrl.data.readers import BadRow, Row
 
 TOOLS_KEY = "tools"
 MESSAGES_KEY = "prompt_messages"
@@ -18,6 +17,29 @@ BOXED_PREFIX = "boxed_"
 # built-in rewards that compare the response with the label
 NUMBER_OR_TEXT_RULES = ("math", "deepscaler", "dapo")
 TEXT_RULES = ("f1",)
+_MAX_LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be read; `reason` completes "<file>:<line>: ..."."""
+
+    reason: str
+
+
+Row = dict[str, Any] | BadRow
+
+
+class BadRowsError(ValueError):
+    """More rows of a data set are bad than are allowed."""
+
+
+def bad_rows_error(source: str, bad: Sequence[str], allowed: int, mend: str) -> BadRowsError:
+    """The error over `bad`, one `<file>:<line>: <reason>` each, the first twenty in full."""
+    more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
+    count = "1 bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
+    limit = f" ({allowed} allowed)" if allowed else ""
+    return BadRowsError("\n  ".join([f"{count} in {source}{limit}: {mend}", *bad[:_MAX_LISTED], *more]))
 
 
 @dataclasses.dataclass(frozen=True)

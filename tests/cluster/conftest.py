@@ -2,7 +2,7 @@
 
 import os
 
-from slimrl.cluster.main import prepare_ray_environment
+from slimrl.processes.ray_environment import prepare_ray_environment
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
 prepare_ray_environment()

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slimrl.data import parquet as parquet_reader
 from slimrl.data import readers as jsonl_reader
-from slimrl.data import readers as parquet_reader
 from slimrl.data.dataset_spec import DataMix, DataPath
-from slimrl.data.readers import BadRow, RowSet, bad_rows_error, open_rows
+from slimrl.data.prompt_format import BadRow, bad_rows_error
+from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.watched_file import ChangedDataError
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(10)]

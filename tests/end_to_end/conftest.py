@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.cluster.main import prepare_ray_environment
+from slimrl.processes.ray_environment import prepare_ray_environment
 from tests.end_to_end.harness import ROOT
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes

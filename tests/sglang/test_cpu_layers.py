@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimrl.engines.sglang.cpu_patches import gate_sigmoid_mul, with_unscaled_rope
-from slimrl.engines.sglang.server import kv_cache_tokens
+from slimrl.engines.sglang.server_args import kv_cache_tokens
 
 
 @pytest.mark.parametrize(("do_add", "before"), [(True, 1.0), (False, 0.0)])

@@ -11,7 +11,8 @@ from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnava
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.engine_memory import EngineMemory, EngineMemoryError
 from slimrl.engines.sglang.launch import ServerLaunch
-from slimrl.engines.sglang.server import ServerProcess, with_defaults
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.engines.sglang.server_args import with_defaults
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3

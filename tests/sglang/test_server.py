@@ -18,11 +18,10 @@ from slimrl.engines.sglang.router import router_command
 from slimrl.engines.sglang.server import (
     NodePart,
     ServerProcess,
-    kv_cache_tokens,
     rendezvous,
     server_command,
-    with_defaults,
 )
+from slimrl.engines.sglang.server_args import kv_cache_tokens, with_defaults
 from slimrl.processes import ProcessStartError
 from slimrl.processes.ports import LOWEST_PORT, claim_port, claim_ports
 

@@ -12,6 +12,7 @@ from typing import Any
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.hooks import own_path
+from slimrl.renamed_modules import current_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _source(module: str) -> Path | None:
     """The file of a module; each package on the way is looked up by its folder, so that none is imported."""
     folders = [*sys.path, str(Path.cwd())]
     spec = None
-    for part in module.split("."):
+    for part in current_path(module).split("."):
         spec = importlib.machinery.PathFinder.find_spec(part, folders)
         if spec is None:
             return None

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.engines.sglang.entry import run_server
-from slimrl.engines.sglang.server import with_defaults
+from slimrl.engines.sglang.server_args import with_defaults
 from slimrl.engines.sglang.versions import admit_references, module_with
 
 

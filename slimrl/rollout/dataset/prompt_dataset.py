@@ -23,13 +23,16 @@ from typing import Any
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
     TOOLS_KEY,
+    BadRow,
     PromptFormat,
+    Row,
+    bad_rows_error,
     messages_of,
     metadata_of,
     row_fault,
     tools_of,
 )
-from slimrl.data.readers import BadRow, Row, RowSet, bad_rows_error, open_rows
+from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
 from slimrl.rollout.async_utils import WorkerThread
 

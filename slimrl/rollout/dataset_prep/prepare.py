@@ -22,7 +22,8 @@ from typing import Any
 
 import orjson
 
-from slimrl.data.readers import BadRow, Row, bad_rows_error, open_rows
+from slimrl.data.prompt_format import BadRow, Row, bad_rows_error
+from slimrl.data.readers import open_rows
 from slimrl.rollout.dataset_prep.layouts import LeftOutError, is_tree, preference_row, problem_row, tree_pairs
 
 SPLITS = ("train", "test", "validation")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.dry_run import Machine, Surroundings, errors, make_plan, warnings
+from slimrl.arguments.dry_run import Machine, Surroundings, make_plan, refusals, warnings
 from slimrl.arguments.dry_run.render import render, table
 from slimrl.engines.sglang.server_args import server_flags
 from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
@@ -36,7 +36,7 @@ def plan_of(recipe, more="", *, placement=COLOCATED, around=HERE, entry="train.p
 
 
 def sentences(plan):
-    return [problem.sentence for problem in errors(plan)]
+    return [problem.sentence for problem in refusals(plan)]
 
 
 def test_the_recipe_shows_its_numbers(recipe):
@@ -64,7 +64,7 @@ def test_the_recipe_shows_its_numbers(recipe):
         "0.4 of the slot = 32.00 GiB",
     ):
         assert expected in flat, expected
-    assert re.search(r"sglang_rollout\.py:\d+", text)
+    assert re.search(r"rollout_function\.py:\d+", text)
 
 
 def test_split_roles_show_their_own_nodes(recipe):
@@ -201,7 +201,7 @@ ALONE = "--bf16 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 -
 
 
 def advice(plan):
-    return next(problem.sentence for problem in errors(plan) if problem.sentence.startswith("training needs"))
+    return next(problem.sentence for problem in refusals(plan) if problem.sentence.startswith("training needs"))
 
 
 def test_state_that_alone_is_too_large_is_not_met_with_advice_about_activations(recipe):
@@ -225,7 +225,7 @@ def test_state_that_no_switch_brings_down_asks_for_gpus(recipe):
 def test_each_piece_of_advice_makes_the_plan_fit(recipe, gibibytes, placement):
     base = ALONE if placement == ONE_SLOT else "--bf16"
     plan = plan_of(recipe, f"{base} --slot-memory-gib {gibibytes}", placement=placement)
-    found = [problem.sentence for problem in errors(plan) if problem.sentence.startswith("training needs")]
+    found = [problem.sentence for problem in refusals(plan) if problem.sentence.startswith("training needs")]
     if not found or "nothing that is served" in found[0]:
         return
     mends = re.split(r", | or ", found[0].rpartition("; ")[2].removesuffix("."))
@@ -235,7 +235,7 @@ def test_each_piece_of_advice_makes_the_plan_fit(recipe, gibibytes, placement):
         if "--max-tokens-per-gpu" in flags:
             continue
         mended = plan_of(recipe, f"{base} --slot-memory-gib {gibibytes} {flags}", placement=placement)
-        assert not [one for one in errors(mended) if one.sentence.startswith("training needs")], mend
+        assert not [one for one in refusals(mended) if one.sentence.startswith("training needs")], mend
 
 
 def test_a_cache_that_no_fraction_makes_large_enough_is_not_met_with_one(recipe):

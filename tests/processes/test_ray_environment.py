@@ -5,7 +5,7 @@ import os
 import pytest
 from ray._private import ray_constants
 
-from slimrl.cluster.main import prepare_ray_environment
+from slimrl.processes.ray_environment import prepare_ray_environment
 
 NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 METRICS = "RAY_enable_metrics_collection"

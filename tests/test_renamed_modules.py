@@ -1,0 +1,55 @@
+"""Import paths of earlier versions give the modules of today, with one sentence that names the new path."""
+
+import importlib
+import subprocess
+import sys
+import warnings
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from slimrl.renamed_modules import ALIASES, RENAMED, current_path
+
+HEAVY = {"slimrl.megatron.forward", "slimrl.megatron.loss", "slimrl.megatron.own_loss", "slimrl.sglang.cpu"}
+
+
+@pytest.mark.parametrize("old", sorted(set(RENAMED) - HEAVY))
+def test_an_old_path_is_the_module_of_today_and_says_so_once(old, monkeypatch):
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {current_path(old)}: import it from there"):
+        module = importlib.import_module(old)
+    assert module is importlib.import_module(current_path(old))
+    assert module.__name__ == module.__spec__.name == current_path(old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importlib.import_module(old) is module
+
+
+@pytest.mark.parametrize("old", sorted(ALIASES))
+def test_a_path_that_users_of_slime_write_is_no_old_one(old, monkeypatch):
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importlib.import_module(old) is importlib.import_module(current_path(old))
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED.keys() | ALIASES.keys()))
+def test_no_module_is_left_at_an_old_path(old):
+    assert util.find_spec(current_path(old)) is not None
+    assert not (Path(__file__).parents[1] / (old.replace(".", "/") + ".py")).exists()
+
+
+def test_functions_at_old_paths_are_found_as_a_script_would_name_them():
+    program = (
+        "from slimrl.rollout.turns import converse; from slimrl.rollout.engine import EngineClient;"
+        "from slimrl.rollout.sglang_rollout import generate_rollout; import slimrl.rollout.turns;"
+        "assert slimrl.rollout.turns.converse is converse; print(converse.__module__, generate_rollout.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["slimrl.rollout.generation.multi_turn", "slimrl.rollout.rollout_function"]
+
+
+def test_a_path_that_never_was_is_still_an_import_error():
+    with pytest.raises(ModuleNotFoundError, match="slimrl.rollout.nowhere"):
+        importlib.import_module("slimrl.rollout.nowhere")
