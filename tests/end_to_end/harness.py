@@ -35,7 +35,11 @@ class Started:
 
     def finish(self, timeout: float) -> Finished:
         """Waits for its end and collects what it left; cleans that up, so that one failure does not breed others."""
-        code = self.process.wait(timeout)
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_everything()  # a run that goes on would slow down every test after this one
+            raise
         seconds = time.monotonic() - self.started
         left = [*wait_until_gone(self.mark), *self._left_files()]
         self._clean_up()
@@ -49,7 +53,9 @@ class Started:
         deadline = time.monotonic() + timeout
         while text not in self.log.read_text():
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.log.read_text()[-4000:]}"
+            if time.monotonic() > deadline:
+                self.kill_everything()
+                raise AssertionError(f"no {text!r} within {timeout} s:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.02)
 
     def kill_everything(self) -> None:
@@ -160,6 +166,7 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored where the tests are under nohup
         )
     return Started(process, mark, run_dir, log, temporary, time.monotonic(), before)
 
