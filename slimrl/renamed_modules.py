@@ -14,7 +14,10 @@ import types
 import warnings
 from collections.abc import Sequence
 
-ALIASES = {"slimrl.rollout.sglang_rollout": "slimrl.rollout.rollout_function"}
+ALIASES = {
+    "slimrl.rollout.data_source": "slimrl.rollout.dataset.data_source",
+    "slimrl.rollout.sglang_rollout": "slimrl.rollout.rollout_function",
+}
 RENAMED = {
     "slimrl.algorithms.advantages": "slimrl.algorithms.returns",
     "slimrl.algorithms.output_log_probs": "slimrl.algorithms.log_probs",
@@ -25,7 +28,6 @@ RENAMED = {
     "slimrl.megatron.forward": "slimrl.megatron.training.forward_step",
     "slimrl.megatron.loss": "slimrl.megatron.training.loss",
     "slimrl.megatron.own_loss": "slimrl.megatron.training.custom_loss",
-    "slimrl.rollout.data_source": "slimrl.rollout.dataset.data_source",
     "slimrl.rollout.engine": "slimrl.engines.protocol",
     "slimrl.rollout.errors": "slimrl.engines.protocol",
     "slimrl.rollout.output": "slimrl.rollout.rollout_function",

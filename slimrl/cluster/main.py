@@ -1,6 +1,5 @@
 """What both entry points share: parse, run the loop, end with one clear message and a true exit code."""
 
-
 from __future__ import annotations
 
 import logging

@@ -8,7 +8,6 @@ import socket
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.validation import TRAINING_RULES
 from slimrl.engines.sglang.server_args import router_flags
 from tests.megatron.launch import free_port
 
@@ -16,12 +15,6 @@ from tests.megatron.launch import free_port
 def sentences(recipe, more: str) -> list[str]:
     _, problems = read_args(recipe.line(more), passthrough={"router": router_flags})
     return [str(problem) for problem in problems]
-
-
-def test_all_rules_of_the_theme_are_tested_here():
-    names = {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".charts")}
-    others = {"timeline_is_on", "wandb_is_installed", "prometheus_port_is_free", "ports_are_apart"}
-    assert names == {"charts_have_their_switch", *others}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.eval_datasets import training_prompt_format
-from slimrl.arguments.validation import MODEL_RULES, TRAINING_RULES
 from slimrl.data.preflight import look_at
 
 BLANK = "--disable-rollout-global-dataset"
@@ -97,11 +96,6 @@ def test_what_keeps_a_rule_passes(recipe, rule, more):
 )
 def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
     assert sentences(recipe.line(more)) == [sentence.format(dir=recipe.dir)]
-
-
-def test_every_rule_about_data_is_tested():
-    rules = {rule.__name__ for rule in MODEL_RULES + TRAINING_RULES if rule.__module__.endswith(".data")}
-    assert rules == set(CASES)
 
 
 ALLOW = "mend it, or allow for bad rows with --max-bad-rows."

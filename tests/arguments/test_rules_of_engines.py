@@ -16,7 +16,6 @@ import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
 from slimrl.arguments.engines import context_of_model, stated_context, tokens
-from slimrl.arguments.validation import TRAINING_RULES
 from slimrl.engines.sglang.server_args import server_flags
 
 OPTIONS = {
@@ -233,11 +232,6 @@ def test_what_keeps_a_rule_passes(recipe, rule, more):
 def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
     _, problems = read_args(recipe.line(more), passthrough=TABLES)
     assert [str(problem) for problem in problems] == [sentence]
-
-
-def test_every_rule_of_engines_is_tested():
-    rules = {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".engines")}
-    assert rules == set(CASES)
 
 
 def test_engines_over_nodes_begin_at_a_node(recipe):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
-from slimrl.arguments.validation import TRAINING_RULES
 
 TABLES = {
     "sglang": lambda: {
@@ -97,10 +96,6 @@ def test_what_keeps_a_rule_passes(recipe, rule, more):
 def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
     _, problems = read_args(recipe.line(more, placement=TRAINERS), passthrough=TABLES)
     assert [str(problem) for problem in problems] == [sentence]
-
-
-def test_every_rule_of_faults_is_tested():
-    assert {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".faults")} == set(CASES)
 
 
 def test_external_engines_need_no_slots_of_this_run(recipe):

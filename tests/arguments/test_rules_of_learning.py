@@ -8,9 +8,6 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.validation import MODEL_RULES, TRAINING_RULES
-
-THEMES = ("algorithm", "evaluation", "model", "hook_paths", "freezing")
 
 # rule -> (what passes when appended to the recipe, what does not and the sentence for it)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -252,11 +249,6 @@ def test_what_keeps_a_rule_passes(recipe, rule, more, in_a_folder_with_hooks):
 def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence, in_a_folder_with_hooks):
     _, problems = read_args(recipe.line(more))
     assert [str(problem) for problem in problems] == [sentence.format(dir=recipe.dir)]
-
-
-def test_every_rule_of_these_themes_is_tested():
-    rules = {rule.__name__ for rule in MODEL_RULES + TRAINING_RULES if rule.__module__.rpartition(".")[2] in THEMES}
-    assert rules == set(CASES) | TESTED_APART
 
 
 def test_a_kl_weight_without_its_loss_is_refused(recipe):

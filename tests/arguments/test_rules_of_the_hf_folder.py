@@ -10,7 +10,6 @@ import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
 from slimrl.arguments.dry_run import Machine, Surroundings, make_plan, warnings
-from slimrl.arguments.validation import TRAINING_RULES
 from tests.arguments.conftest import write_tokenizer
 from tests.arguments.plan.test_files import safetensors
 
@@ -159,10 +158,6 @@ def test_a_folder_that_cannot_is_one_sentence(recipe, change, sentence):
     change(recipe.dir / "hf")
     problems = [str(problem) for problem in read_args(recipe.line())[1]]
     assert problems == [sentence.format(hf=recipe.dir / "hf")]
-
-
-def test_every_rule_of_the_folder_is_tested():
-    assert {rule.__name__ for rule in TRAINING_RULES if rule.__module__.endswith(".hf_folder")} == set(CASES)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,12 @@ from typing import Any
 from slimrl.arguments.flag import flag
 from slimrl.hooks import own_path
 
-_MODULE = "slimrl.rollout.dataset.data_source"
-BUILT_IN_DATA_SOURCES = (f"{_MODULE}.RolloutDataSource", f"{_MODULE}.RolloutDataSourceWithBuffer")
+# as users of slime spell them, and where they are
+BUILT_IN_DATA_SOURCES = tuple(
+    f"slimrl.rollout.{module}.{name}"
+    for module in ("data_source", "dataset.data_source")
+    for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
+)
 
 
 @dataclasses.dataclass

@@ -145,7 +145,7 @@ def test_hooks_are_found_in_their_source_without_an_import(tmp_path, monkeypatch
     places = {place.door: place for place in hook_places(args)}
     assert (places["--custom-rm-path"].file.name, places["--custom-rm-path"].line) == ("judge.py", 4)
     assert "--custom-generate-function-path" not in places
-    assert places["--rollout-function-path"].file.name == "sglang_rollout.py"
+    assert places["--rollout-function-path"].file.name == "rollout_function.py"
 
 
 def test_slimes_paths_are_found_where_slimrl_has_them():

@@ -1,0 +1,39 @@
+"""Every rule has its cases in one of the files `test_rules_of_*`: a new rule without a test is named here."""
+
+import importlib
+from pathlib import Path
+
+from slimrl.arguments import validation
+
+# rules whose tests are written out one by one: file -> their names; the other files have a table, `CASES`
+WRITTEN_OUT = {
+    "asynchrony": (
+        "asynchrony_has_its_program continuous_generation_is_alone pushes_keep_up requests_can_go_on async_is_split"
+    ),
+    "charts": ("charts_have_their_switch timeline_is_on wandb_is_installed prometheus_port_is_free ports_are_apart"),
+    "colocation": "offloaded_sides_take_turns offload_is_said_once",
+    "own_functions": (
+        "own_loss_has_its_function parts_of_the_policy_loss_have_one own_model_is_one written_weights_are_files"
+    ),
+    "recomputation": (
+        "recomputation_is_complete recomputed_units_fill_the_stages recomputed_modules_are_there"
+        " saved_activations_have_slots"
+    ),
+    "rewards": "reward_service_has_an_address reward_model_can_be_asked dict_rewards_have_a_key",
+}
+
+
+def test_every_rule_is_tested():
+    rules = {
+        rule.__name__
+        for table in vars(validation).values()
+        if isinstance(table, tuple)
+        for rule in table
+        if callable(rule)
+    }
+    assert len(rules) > 100
+    tested = {name for names in WRITTEN_OUT.values() for name in names.split()}
+    for path in Path(__file__).parent.glob("test_rules_of_*.py"):
+        module = importlib.import_module(f"tests.arguments.{path.stem}")
+        tested |= {*getattr(module, "CASES", ()), *getattr(module, "TESTED_APART", ())}
+    assert tested == rules
