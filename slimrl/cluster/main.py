@@ -1,6 +1,6 @@
-"""What both entry points share: parse, run the loop, end with one clear message and a true exit code.
+"""What both entry points share: parse the flags, run the loop, end with one clear message and a true exit code.
 
-What Ray and torch read from the environment when they are imported. Imports nothing heavy: call it before them.
+Importing this module imports neither Ray nor torch: `prepare_ray_environment` sets what they read when imported.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
-"""A data set as rows by number: JSON lines and Parquet files, folders of them, slices; opened by index, never loaded.
+"""Data sets as rows by number: JSON lines and Parquet files, folders of them, slices; indexed, never loaded whole.
 
-Promises that a row is read when it is asked for, that a bad one comes as a `BadRow` and never goes missing, and that
-every row has an address (`file:line`). Called where prompts are made of rows.
-
-JSON lines by index: where each line starts is found once, and a row is read and parsed when it is asked for.
-
-Eight bytes of memory per row, whatever its length. Called by `slimrl.data.readers`.
-
-Parquet by index: row groups are decoded when a row of theirs is asked for, and the latest are kept.
-
-Memory stays within a budget of decoded row groups, or one group where that alone is larger. Called by
-`slimrl.data.readers`.
-
-What stands in the place of a row that cannot be used, and how such rows are told.
+A row is read when it is asked for. A bad row comes as a `BadRow` and is never dropped. Every row has an address
+(`file:line`; in Parquet files `file: row n`).
+Of JSON lines the start of each line is found once, which takes eight bytes of memory per row. Of Parquet files a row
+group is decoded when a row of it is asked for; the latest groups are kept within a budget of memory, or one group where
+that alone is larger.
 """
 
 from __future__ import annotations
