@@ -1,22 +1,12 @@
-"""Log-probability and entropy of tokens from logits that are split over ranks by vocabulary column.
+"""Log-probability and entropy of tokens, from vocabulary-parallel logits or straight from hidden states.
 
-One autograd function, two all-reduces forward (maximum; packed sums), none backward. The softmax is never stored:
-backward recomputes it piece by piece from the logits, which are kept, not copied. The pieces' arithmetic lies in
-`softmax_sums`, which `output_log_probs` shares.
-
-Softmax of rows whose columns are seen piece by piece: its sums forward, the gradient of a piece backward.
-
-The sums of pieces are merged by rescaling them to a common maximum (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", arXiv:1805.02867), extended by the sum that the entropy needs. So neither the pieces of one
-rank nor the ranks of a tensor-parallel group have to know the rows' maximum first. Used by `log_probs` (pieces are
-rows) and `output_log_probs` (pieces are columns).
-
-Log-probability and entropy of tokens straight from the hidden states: the logits are never there as a whole.
-
-The output layer's matrix is gone through in pieces of vocabulary columns; the logits of a piece live only until its
-sums are taken, and backward computes them again. Cutting by columns and not by rows has each piece of the weight's
-gradient written once, by one matrix product over all tokens. Costs a fourth matrix product beside the three of a layer
-whose logits are kept. Called by the training workers' output layer (`slimrl.megatron.model.output_layer`).
+`vocab_parallel_log_probs` takes logits that tensor parallelism splits by vocabulary column, in pieces of rows. It does
+two all-reduces in forward (the maximum; the packed sums) and none in backward. The softmax is never stored: backward
+recomputes it piece by piece from the logits, which are kept, not copied.
+`output_log_probs` never holds all logits. It multiplies by the output weight in pieces of vocabulary columns, again in
+backward, so that each piece of the weight's gradient is one matrix product over all tokens. The cost is a fourth
+matrix product beside the three of a layer that keeps its logits. `SoftmaxSums` rescales the pieces' sums to a common
+maximum (Milakov and Gimelshein, arXiv:1805.02867), extended by the sum that the entropy needs.
 """
 
 from __future__ import annotations

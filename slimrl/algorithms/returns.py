@@ -1,6 +1,7 @@
-"""Returns: the discounted sum of the rewards that follow a token.
+"""Returns, the discounted sums of the rewards that follow a token, and advantages normalised within a prompt's group.
 
-Advantages from rewards, normalised within the group of samples that answer one prompt.
+Returns are equation 3.9 of Sutton and Barto 2018. Group-normalised rewards are GRPO's (Shao et al. 2024, DeepSeekMath,
+section 4.1), or Dr. GRPO's (Liu et al. 2025) without the division by the standard deviation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What lies in a folder of checkpoints, by names and sizes alone: whole or torn, ours or another program's.
+"""Checkpoint folders by names and file sizes alone: complete or damaged, written by whom, and where a run starts.
 
-The one description that the rules (before any process starts), the dry run and the trainer share. No torch here.
-
-Which checkpoints a run will start from: looks at folders and names, never into tensors.
-
-Says the same as the trainer's own search (`slimrl.megatron.checkpoint.folder`), without torch. The rules have passed,
-so whatever is named is there.
+Shared by the validation rules, the dry run and the trainer. Imports no torch and reads no tensors. `find` and
+`start_of` expect checked flags, so that what these name exists, and choose the same checkpoint as the trainer's own
+search (`slimrl.megatron.checkpoint.folder`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Reads --custom-config-path: a YAML mapping of flags, checked like the words of the command line.
+"""Reads the YAML and JSON files that flags name, above all --custom-config-path: a mapping of flags.
 
-A key is a flag with or without its dashes ("lr", "rollout_batch_size", "--sglang-mem-fraction-static",
-"disable_rewards_normalization") or the attribute it sets ("rewards_normalization"). What it gives wins over the command
-line. Settings of the user's own hooks stand under `custom` and reach them as `args.custom`; any other key is a problem.
-
-Opens a YAML or JSON file that a flag names.
+A key of --custom-config-path is a flag with or without its dashes ("lr", "rollout_batch_size",
+"--sglang-mem-fraction-static", "disable_rewards_normalization") or the attribute that it sets
+("rewards_normalization"). Values are checked like those of the command line and override them. Settings for custom
+functions go under `custom` and reach them as `args.custom`. Any other key is a problem.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Values that follow from other flags. Pure arithmetic: files and contradictions are the rules' business.
+"""Values that follow from other flags, the number format of the model's weights, and the installed kernel libraries.
 
-Every function fills only what the user left open, and never fails: where a value that it needs is missing or wrong,
-it leaves the field as it is and a rule reports the cause.
-
-The number format of training where no flag says it: that of the model, as its config.json states it.
-
-Which kernel libraries of training are installed in this environment.
-
-Promises plain booleans, looked up without importing the libraries; what follows from them is decided by functions of
-these booleans in `slimrl.megatron`. Called there with the real machine, and by the rules for flags.
+`derive` is arithmetic on flags: validation rules look at files and contradictions. It fills what the user left unset,
+overrides a few values that other flags decide, and never fails. Where a value that it needs is missing or wrong, the
+field stays as it is and a rule reports the cause. `take_precision_of_model` takes bf16 or fp16 from config.json where
+no flag sets it.
+Kernel libraries are looked up without importing them. Their consequences are decided in `slimrl.megatron`, by
+functions of these booleans, and by the rules.
 """
 
 from __future__ import annotations

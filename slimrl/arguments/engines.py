@@ -1,10 +1,9 @@
-"""The reward model of `--rm-model` as its folder describes it, and whether slimrl starts servers for it.
+"""What config.json says about the models of SGLang servers: the reward model, and the context length of the engines.
 
-Read from config.json alone. Called by the rules, the plan, the placement and the reward itself.
-
-How many tokens an engine takes, prompt and response together: --sglang-context-length, else what config.json says.
-
-Read as SGLang 0.5.20 reads it. Called when the command line is read, before its rules.
+`RewardModelConfig` describes the folder of --rm-model; `starts_reward_servers` says whether slimrl starts its servers.
+`take_context_of_engines` sets how many tokens an engine takes, prompt and response together:
+--sglang-context-length, else the length of the model, read as SGLang 0.5.20 reads it. It runs before the validation
+rules.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Resolves the evaluation sets: where a set says nothing, `defaults` does, then the --eval-* flag, then --rollout-*.
+"""Evaluation sets from --eval-config or --eval-prompt-data, and the row format of training and evaluation data.
 
-Promises that every `EvalDataset` is complete, so that nobody has to look a value up again. Called once, after parsing.
-
-Reads --eval-config: a YAML or JSON file with `datasets` and `defaults`, in a mapping of its own or under `eval`.
-
-Promises entries whose every key is a field of `EvalDataset` with a value of its type and range; whatever else stands
-in the file is a problem that names it.
-
-How the flags say that rows of prompt data are read: those of training, and those of an evaluation set.
+A value that a set leaves out comes from the file's `defaults`, then from the --eval-* flag, then from the flag of
+training (--rollout-temperature, --input-key). Every resolved `EvalDataset` is complete: no reader looks up a default.
+--eval-config is YAML or JSON with `datasets` and `defaults`, at the top level or under `eval`. Each key must be a field
+of `EvalDataset` with a value of its type and range; anything else is a problem that names it.
 """
 
 from __future__ import annotations

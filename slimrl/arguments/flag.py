@@ -1,13 +1,9 @@
-"""A `Problem`: one thing wrong with a command line, said in one sentence.
+"""`FlagSpec`, one flag as one typed dataclass field, and `Problem`, one sentence on what is wrong with a command line.
 
-One flag = one typed dataclass field: this file says how a field declares its flag and how it is read back.
-
-Promises that a flag's spelling, type, default, help and choices are written in exactly one place; the parser, the
-documentation and the tests all work from the `FlagSpec`s read here. Called by `groups/`, the parser and the docs.
-
-Which layers are of a kind: `2` (every second) or an expression like `[0]*3+[1]*45` (one 0 or 1 per layer).
-
-The expression is read, never run: brackets with whole numbers, each list repeated by `*` and joined by `+`.
+A flag's spelling, type, default, help and choices are written once, in its field under `flags/`. The parser, the
+documentation and the tests work from the `FlagSpec`s that are read here.
+`layer_pattern` reads which layers are of a kind: `2` (every second) or an expression like `[0]*3+[1]*45` (one 0 or 1
+per layer). The expression is parsed, never run: lists of integers, repeated by `*` and joined by `+`.
 """
 
 from __future__ import annotations

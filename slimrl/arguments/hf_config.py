@@ -1,9 +1,7 @@
-"""Compares the model flags with a config.json, row by row of its family's table.
+"""Compares the model flags with a Hugging Face config.json: a wrong shape or theta would train without an error.
 
-Model flags against a Hugging Face config.json: a wrong shape or theta trains without any error otherwise.
-
-One declarative table per family says which key states which flag; nothing heavy is imported. Called by the rules,
-by the plan, and by whoever needs a model's flags from its config.json.
+One declarative table per model family (`slimrl.models.config_tables`) says which key states which flag. Imports
+nothing heavy. `stated_flags` gives the flags that a config.json states.
 """
 
 from __future__ import annotations

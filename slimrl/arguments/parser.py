@@ -1,12 +1,10 @@
-"""Reads a command line into values: one pass that never stops at the first error.
+"""Parses a command line in one pass that reports every error; passthrough and removed flags.
 
-Promises: exact spellings only, the last occurrence of a flag wins, `--flag value` and `--flag=value` are the same,
-every word that could not be used is reported as a `Problem`, and a guess at what it meant is never taken for a value.
-Nothing here looks at files or at other flags.
-
-Flags that belong to the installed engine or router and only pass through slimrl (`--sglang-<x>`, `--router-<x>`).
-
-Flags that users may still have in their scripts and that have nothing to set: why, and what to use instead.
+Only exact spellings are flags. The last occurrence wins, and `--flag value` and `--flag=value` are the same. Every word
+that could not be used is reported as a `Problem`; a guess at its meaning is never taken for a value. Nothing here looks
+at files or compares flags with each other.
+`PassthroughFlag` is a flag of the installed engine or router (`--sglang-<x>`, `--router-<x>`). `RETIRED_FLAGS` names
+flags of existing scripts that have nothing to set here, each with the reason or what to use instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Which values of a command line nobody else may read, and what is shown in their place.
+"""Keeps secrets of the command line out of the process list, logs, messages, `summary.json` and W&B's config.
 
-The one list for everything that shows flags: the process list, the command in `summary.json`, W&B's config, messages.
-Promises that a value of a secret flag, and a user name and password within a URL, is in nothing that is returned here.
-
-Keeps secrets of the command line out of what others see: the process list, logs, and records of the command.
-
-Called once, by the entry point, before anything reads `sys.argv` or starts a process.
+The one list of secret flags for everything that shows flags. Nothing returned here holds the value of a secret flag, or
+a user name or password within a URL. The entry point calls `show_as` once, before it starts any process.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What the driver decides once for all processes of a run: GPUs or not, environments, NCCL settings.
+"""What the driver decides once for all processes (GPUs or CPU, environments, NCCL), and the training ranks' rendezvous.
 
-Promises that every actor is started by the same decision, wherever Ray places it: a rollout manager on a node without
-GPUs still starts servers on GPUs. The decisions themselves are `slimrl.platform.launch_env`.
-
-Where the training ranks find each other: a file on one machine, a port of rank 0 where they lie on several.
-
-torch's store over TCP knows no key and listens on all addresses. The file lies in a folder that only its user may
-enter; the port is bound to the one address that the others need. Used by the ranks' processes.
+Every actor is started by the same decision, wherever Ray places it: a rollout manager on a node without GPUs still
+starts servers on GPUs. The decisions themselves are `slimrl.platform.launch_env`.
+Ranks meet at a file on one machine, at a port of rank 0 on several. torch's store over TCP knows no key and listens on
+all addresses. So the file is in a folder that only its user may enter, and the port is bound to the one address that
+the other ranks need.
 """
 
 from __future__ import annotations

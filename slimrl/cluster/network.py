@@ -1,12 +1,9 @@
-"""Who has to reach the processes of a run, and so on which address they listen.
+"""The addresses that the processes of a run listen on, and the check for nodes that SGLang would take for one machine.
 
-A run on one node listens on loopback alone. One on several nodes, or with a server or router of the user's on another
-machine, listens on the node's own address. Decided once, by the driver, when the slots are placed.
-
-Whether SGLang would take two nodes for one machine that are not: containers of one host with a common /dev/shm.
-
-SGLang tells by a name in shared memory which of its processes are on one machine, and has these talk over loopback.
-Nodes that share /dev/shm and not their network then wait for each other without a word.
+A run on one node listens on loopback alone. A run on several nodes, or with an external server or router on another
+machine, listens on the node's own address. The driver decides this once, when it places the run on GPUs.
+SGLang finds out by a name in shared memory which of its processes are on one machine, and connects these over loopback.
+Containers of one host that share /dev/shm and not their network would wait for each other without a message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Joins the Ray cluster that runs this job, or starts a local one for a bare `python train.py`.
+"""The driver's Ray session, and what every actor process sets up: its log file and its working folder.
 
-One log file per actor process: everything it writes, also from C++ and from a crash, in order.
-
-Actors stand where the driver stands: relative paths in flags, and modules of hooks, are meant from there.
+The session joins the cluster that runs this job, or starts a local one for a bare `python train.py`. An actor process
+writes everything to one log file, in order, also from C++ and from a crash. Actors work in the driver's folder, so that
+relative paths in flags and modules of custom functions mean the same there.
 """
 
 from __future__ import annotations

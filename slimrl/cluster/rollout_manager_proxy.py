@@ -1,11 +1,7 @@
-"""What a run that fails or is interrupted leaves behind in things that are the user's: a router, running servers.
+"""The driver's side of the rollout manager: waits for it, its engines' memory, and the cleanup after a failed run.
 
-Promises that the servers of the run are out of a router of the user's afterwards, so that the next run can use it, and
-that servers which may hold half of a push are named. A run that ends in order does this itself. Used by `open_run`.
-
-What the driver asks of the rollout manager and waits for: how such a wait is described, and the engines' memory.
-
-Used by `run`.
+After a failure or an interrupt, `ManagerEnd` removes the run's servers from an external router, so that the next run
+can use it, and names external servers that may hold a partial weight update. A run that ends normally needs neither.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Waiting for work while watching everybody: the first death ends the wait with one message that names it.
+"""`ray.get` that watches every process of the run: the first death ends the wait with one message that names it.
 
-Ray's page of text about a process that it ended because the machine ran out of memory, as one sentence.
-
-Used by the supervisor, whose messages end in the summary and on the terminal.
-
-Names a node that is cut off from the network, long before Ray does, which takes a minute and more.
-
-Asks every other node of the run, over and over, whether its Ray answers a connection. A connection that is refused is
-an answer too: the machine is there, and Ray itself reports at once what ended on it. Only says what it sees: the run
-goes on, for a network may come back.
+`brief` makes one sentence of Ray's page about a process that it ended because the machine ran out of memory.
+`NodeWatch` names a node that is cut off from the network long before Ray does, which takes a minute and more. It asks
+every other node of the run, over and over, whether its Ray answers a connection. A refused connection is an answer too:
+the machine is up, and Ray reports at once what ended on it. The watch only reports; the run continues, because a
+network may come back.
 """
 
 from __future__ import annotations

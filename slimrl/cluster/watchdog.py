@@ -1,9 +1,8 @@
-"""Patience with a limit: says of a long wait what is awaited, by whom and where each stands, and may end it.
+"""The watchdog of the driver's waits: reports what a long wait is for and where each process is, and may end the run.
 
-Promises that asking never hangs: who does not answer within seconds is named as that. Used by the supervisor in every
-wait of the driver; what to say is told by whoever waits.
-
-Where everybody stands, as data that actors answer with, and as the words of the watchdog's report.
+Asking never hangs: a process that does not answer within seconds is reported as that. The supervisor uses it in every
+wait; whoever waits says what to report. Actors answer with `RankWhere` and `GenerationWhere`, which `of_ranks` and
+`of_generation` turn into the text of the report.
 """
 
 from __future__ import annotations

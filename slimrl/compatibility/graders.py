@@ -1,9 +1,8 @@
-"""slime's graders as ordinary functions, by slimrl's rules: answers are judged by what they mean.
+"""slime's graders and metric helpers as ordinary functions, with slimrl's grading rules and metrics (docs/metrics.md).
 
-What takes more than a comparison is judged in a process of its own with a time limit, and waited for; where there is no
-verdict the answer counts as wrong. `async_rm` does the same without blocking the other samples.
-
-slime's helpers for metrics, by slimrl's definitions (docs/metrics.md).
+Answers are graded by what they mean. Grading that takes more than a comparison runs in a separate process with a time
+limit, and the caller waits for it; where it gives no result the answer counts as wrong. `async_rm` does the same
+without blocking other samples.
 """
 
 from __future__ import annotations

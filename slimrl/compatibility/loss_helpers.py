@@ -1,6 +1,7 @@
-"""slime's helpers around losses, by slimrl's formulas. Functions of training see whole responses in every layout.
+"""slime's helpers around losses, with slimrl's formulas, and its loss masks of multi-turn conversations.
 
-slime's loss masks of conversations, made as supervised training here makes them.
+Custom functions of training see whole responses in every parallel layout, so that helpers of context parallelism return
+what they are given. The masks are those of supervised training (`slimrl.rollout.sft_rollout`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""`GenerateState` and what stands beside it in slime: the tokenizer and the sampling parameters of the run.
+"""slime's helpers around generation: `GenerateState`, `post` and `get`, `run`, and what a rollout function returns.
 
-`post` and `get` as functions written for slime call them: a URL, a payload, and the decoded answer.
-
-A request to the run's own router, made while a sample is generated, goes the way of all generation: through the client
-of the run, which limits, repeats and aborts it. Any other is a plain call, repeated where nobody answered.
-
-An event loop in a thread, for ordinary functions that call coroutines; and two small helpers of slime's.
-
-What a rollout function written for slime returns.
+`GenerateState` holds the run's tokenizer and sampling parameters.
+A `post` to the run's own router, while a sample is generated, goes through the run's client, which limits, retries and
+aborts it. Any other is a plain call, retried where nothing answered.
+`run` is for ordinary functions that call coroutines: it uses one event loop, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -122,7 +118,8 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
 
     Sent up to `max_retries` times, a second apart, where the connection failed, or with HTTP 429 and 5xx. Raises
     RequestFailedError after that, and at once for any other status than 2xx. To the run's router, from within a
-    generate function, `max_retries` and `headers` are the client's own (`slimrl.engines.sglang.client`), and so are the errors.
+    generate function, `max_retries` and `headers` are the client's own (`slimrl.engines.sglang.client`), and so are the
+    errors.
     """
     making = Making.current()
     if making is not None and url.startswith(f"{making.router_url}/"):

@@ -1,14 +1,11 @@
-"""The `Sample`: one prompt and its response, from birth in the data source to the training batch.
+"""The `Sample`: one prompt and its response, from the data source to training; version spans and slime's methods.
 
-Which weights drew which tokens: `[version, number of tokens]` pairs over a response, oldest first.
-
-Promises that neighbours differ and that no span is empty. Lists, so that they are the same after a way through JSON.
-Built by generation, read by the bound on staleness and by whoever shows a sample.
-
-What functions written for slime call on a sample, beyond the fields that both have.
-
-Promises the bookkeeping of `slimrl.rollout.generation.multi_turn`: after every call masks, log-probabilities and version spans have one
-entry per response token. `Sample` inherits it, so that there is one class for both kinds of functions.
+Version spans say which weights sampled which tokens: `[version, number of tokens]` pairs over a response, oldest first.
+Neighbours differ and no span is empty. They are lists, so that JSON gives them back unchanged. The staleness bound
+reads them.
+`SlimeSample` has what functions written for slime call on a sample; `Sample` inherits it, so that one class serves both
+kinds of functions. It does the accounting of `slimrl.rollout.generation.multi_turn`: after every call masks,
+log-probabilities and version spans cover every response token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The columnar unit of rollout data: one tensor per field, samples laid end to end.
+"""Rollout data as columns, one tensor per field with samples end to end, and its schedule of micro-batches.
 
-Cut a rollout into optimizer steps, data-parallel ranks and micro-batches.
-
-Promises: deterministic; every sample exactly once; steps of `global_batch_size` samples in their order;
-the same number of micro-batches on every rank; none empty; none above the cap except a longer sample alone.
-A row is the k-th micro-batch of every rank: ranks that exchange data in every layer work on it together.
-Called by the rollout manager.
+`schedule_batch` cuts a rollout into optimizer steps, data-parallel ranks and micro-batches. It promises: deterministic;
+every sample exactly once; steps of `global_batch_size` samples in their order; the same number of micro-batches on
+every rank; none empty; none above the cap except a longer sample alone.
+A row of the schedule is the k-th micro-batch of every rank: ranks that exchange data in every layer work on it
+together. The rollout manager builds the batches.
 """
 
 from __future__ import annotations

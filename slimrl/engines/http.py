@@ -1,12 +1,9 @@
-"""One blocking HTTP call to a server or the router.
+"""One blocking HTTP call to a server or the router, and the check that its answer has the expected form.
 
-Promises a fresh connection per call (servers drop idle ones after 5 s), no proxy whatever the environment says, no
-redirect followed, an end within the time limit however slowly an answer drips in, and errors that name the URL.
-Imports only the standard library.
-
-The form that answers of servers and routers have to have: checked once, so that what is amiss is a sentence.
-
-Called where an answer is read, with a msgspec struct of the fields that are needed; an answer may have more.
+`call` opens a fresh connection each time (servers drop idle ones after 5 s), uses no proxy whatever the environment
+says, follows no redirect, ends within the time limit however slowly an answer arrives, and raises errors that name the
+URL. `shaped` checks an answer once, where it is read, against a msgspec struct of the fields that are needed; an answer
+may have more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What generation needs from an inference engine: token ids in, token ids and log-probabilities out.
+"""The interface to an inference engine (token ids in, token ids and log-probabilities out), and its errors.
 
-What can go wrong between slimrl and its engines.
-
-What all failures have in common that are no fault of the user's functions, also where those meet them.
-
-Base of the errors of engines, graders and reward services; read by `failures`.
+`ServiceError` is the base of all failures of engines, graders and reward services. They are never the fault of a custom
+function, also where a custom function meets them.
 """
 
 from __future__ import annotations

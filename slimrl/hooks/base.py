@@ -1,6 +1,6 @@
-"""What every contract of a hook has besides its call, and what is raised where one is not kept.
+"""The base of every hook's contract, the errors of hooks, and numbers that custom functions return as plain floats.
 
-Numbers that functions of the user's return, as plain ones: numpy's and torch's scalars do not reach JSON.
+Scalars of numpy and torch cannot be written as JSON.
 """
 
 from __future__ import annotations

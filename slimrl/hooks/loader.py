@@ -1,13 +1,10 @@
-"""How a path becomes a function that keeps its contract.
+"""Loads custom functions from their import paths, checks them against their contracts, and names what they raise.
 
-Promises that a path is resolved and its signature checked without calling it. Called while the command line is
-checked, so that a bad hook costs a sentence, and again where the hook is used.
-
-What functions of the user's raise, made into errors that name the function and its lines.
-
-Promises that nothing which such a function raises passes for the end of a process or of an event loop: `sys.exit()`, a
-KeyboardInterrupt, a GeneratorExit, a CancelledError that nobody asked for and every other BaseException become an error
-like any other. Used wherever a hook is called; the tasks of asyncio in which several run are `rollout.sample_task`'s.
+A path is resolved and its signature checked without calling the function: while the command line is checked, so that a
+wrong hook costs one sentence, and again where the hook is used.
+What a custom function raises becomes an error that names the function and its lines. Nothing that it raises passes for
+the end of a process or of an event loop: not `sys.exit()`, a KeyboardInterrupt, a GeneratorExit, a CancelledError that
+nothing asked for, nor any other BaseException. `contain_tasks` extends this to the asyncio tasks that a hook makes.
 """
 
 from __future__ import annotations

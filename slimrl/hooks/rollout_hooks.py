@@ -58,9 +58,9 @@ class GroupReward(Hook, Protocol):
 class CustomGenerate(Hook, Protocol):
     """`--custom-generate-function-path`: generates one sample.
 
-    `evaluation` tells whether the sample is for evaluation, `engine` is the client of the inference fleet
-    (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. When the engine answers with the finish
-    reason "abort", the rollout is full: return the sample with status ABORTED; where `--partial-rollout` is on, the
+    `evaluation` tells whether the sample is for evaluation, `engine` is the client of the engines
+    (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. When the engine answers with the
+    finish reason "abort", the rollout is full: return the sample with status ABORTED; where `--partial-rollout` is on, the
     function is called with it again, to continue it.
     """
 

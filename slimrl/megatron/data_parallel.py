@@ -1,13 +1,9 @@
-"""Megatron-FSDP: weights, gradients and optimizer state shared out over data-parallel ranks (ZeRO-1 to ZeRO-3).
+"""Data parallelism: Megatron-FSDP (ZeRO-1 to ZeRO-3) or whole weights, and communication that overlaps computation.
 
-Promises that outside of a training pass every rank's stages hold ordinary, whole parameters, so that whoever pushes,
-saves or exports weights need not know of shards; and that the optimizer's state is saved in the form of the distributed
-optimizer, so that either resumes the other's checkpoints. Called by the trainer and by `optimizer`.
-
-Communication that goes on while the model computes: reducing gradients, gathering weights.
-
-Promises that gradients are reduced once per optimizer step, and that weights are whole whenever anything but a
-training pass looks at them. Called by the trainer; without the flags for it nothing here has an effect.
+Outside of a training pass every rank's stages hold ordinary, whole parameters: code that updates engines, saves or
+exports weights need not know of shards. The optimizer's state is saved in the form of the distributed optimizer, so
+that Megatron-FSDP and the distributed optimizer resume each other's checkpoints. Gradients are reduced once per
+optimizer step. Without Megatron-FSDP and the flags for overlap, `connect` and `weights_gathered_late` do nothing.
 """
 
 from __future__ import annotations

@@ -1,25 +1,15 @@
-"""What a training rank holds between two rollouts, and where it lies: on the device, or in host memory while it sleeps.
+"""Offloads a training rank between rollouts: its weights, gradients, optimizer state and NCCL communicators.
 
-Owns the parking of weights, gradients and optimizer state, and the order of states that a rank may be in. Promises that
-waking brings every byte of weights and optimizer state back, that every view of them stays a view of the same memory,
-and that nothing is used while it is not there. Called by the trainer.
+Weights and optimizer state come back bit for bit, every view of them stays a view of the same memory, and gradients
+come back as zeros. Using an offloaded rank raises AsleepError. megatron-core's own offloading is not used: it moves
+optimizer tensors one by one, which turns views of the weights into copies, and it moves weights only with a distributed
+optimizer.
 
-megatron-core's own calls are not used: they move the optimizer's tensors one by one, so that float32 shards end as
-copies of weights which they were views of, and move weights only where the optimizer is distributed.
+NCCL 2.29.7 and later can suspend a communicator, which frees its device buffers (hundreds of MiB per group) and keeps
+its connections. `slimrl.platform.launch_env` decides whether that is done; where it is not, the log says why.
 
-The device memory of NCCL communicators, given back while a training rank sleeps.
-
-A communicator keeps buffers on its GPU for as long as it lives: hundreds of MiB for each group of ranks. NCCL 2.29.7
-and later can suspend one, which keeps its identity and its connections, so that nothing that holds the group has to
-learn of a new one; torch offers that as a method of the backend. Whether that is done is a decision of
-`slimrl.platform.launch_env`; where it is not, the log says why. Gloo holds sockets and host memory: there is nothing to
-give back. Called by `offload`.
-
-Host memory for what leaves a device, page-locked where it can be.
-
-Owns the cutting of that memory. Promises that no more of it is taken than was asked for and one chunk: the allocator of
-page-locked memory rounds each request up to a power of two, so that a buffer for each tensor takes up to twice its
-size. Used by the parking of training memory and by the reference model.
+Host memory is page-locked where a GPU is used, in chunks of 64 MiB: the allocator rounds each request up to a power of
+two, which would take up to twice a tensor's size. The reference model uses the same host memory.
 """
 
 from __future__ import annotations

@@ -1,23 +1,13 @@
-"""The optimizer of a training worker, and the mends it needs where AdamW is torch's own.
+"""Builds a training rank's optimizer, and fixes how megatron-core 0.16.1 saves and loads the state of torch's AdamW.
 
-Promises that state saved, loaded and stepped on means the same everywhere: complete before the first step, one
-step counter per parameter, exact after loading. Called by the trainer and by `checkpoint`.
+The state is complete before the first step, has one step counter per parameter, and is exact after loading.
 
-Parts of an optimizer that have no parameter on this rank, as the experts' part on a stage of dense layers.
+A part without parameters on this rank (the experts' part on a stage of dense layers) can be saved and loaded;
+megatron-core reads the step counter from the parameters and fails without any. With --optimizer-cpu-offload the saved
+state holds plain data only, and loading it leaves the weights as they are.
 
-Promises that such a part can be saved and loaded where AdamW is torch's own: megatron-core 0.16.1 reads the step
-counter off its parameters and stops where there are none. Called when the optimizer is built and when it is saved.
-
-The optimizer whose state lies in host memory (--optimizer-cpu-offload), and the mends that saving it needs.
-
-Promises that its state is complete before the first step, and that a saved one holds plain data only and is read
-without touching the weights. Called by `optimizer`.
-
-Loading the state of one implementation of Adam into another.
-
-Promises that a run goes on with the same step count and moments whether torch's AdamW saved it or the fused one of
-Transformer Engine or Apex, and whichever of them loads it. torch counts steps per parameter, the fused ones per
-parameter group, and each expects its own settings in a group. Called by `checkpoint` before the optimizer loads.
+`fit` converts between torch's AdamW and the fused Adam of Transformer Engine or Apex: torch counts steps per parameter,
+the fused ones per parameter group. Step count and moments stay the same, whichever implementation saved them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""All patches of megatron-core, one row each, and the machines they apply to.
+"""All patches of megatron-core, one row each with the machines it applies to, and the warning about slow GPU kernels.
 
-Promises that nothing else in slimrl changes an object of megatron-core's modules, that which patches apply follows
-from three facts of the machine alone, and that applying them again is harmless. Called once by `parallel.initialize`,
+Nothing else in slimrl changes an object of megatron-core's modules. Whether a patch applies depends on three facts:
+CUDA, Transformer Engine and Apex. Applying a patch twice is harmless. `parallel.initialize` calls `activate` once,
 after the modules in use are imported.
 
-What is slower on a GPU where Transformer Engine's layers are not used, said once when training starts.
-
-The text is a function of described facts; the trainer looks for the packages on rank 0.
+The warning says, when training starts, which parts run in slower kernels because Transformer Engine's layers are not
+used. Its text is a pure function of the flags and the installed packages.
 """
 
 from __future__ import annotations

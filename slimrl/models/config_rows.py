@@ -1,9 +1,9 @@
-"""The rows of a family's table: how config.json states the value of a flag.
+"""The row types of the config.json tables, each a rule for reading one flag; and the rows of rotary positions.
 
-Values that the file leaves out are the model class's own defaults. Called by the tables, the comparison and whoever
-needs a model's flags from its config.json.
+A row gives the value of a flag that config.json states. Keys that the file leaves out have the defaults of the model
+class. `Unserved` rows name what a config.json may ask for and slimrl cannot train.
 
-Rotary positions in config.json: `rope_parameters` in newer files, `rope_theta` and `rope_scaling` in older ones.
+Rotary positions are read from `rope_parameters` in newer files, and from `rope_theta` and `rope_scaling` in older ones.
 """
 
 from __future__ import annotations

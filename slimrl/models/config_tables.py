@@ -1,8 +1,8 @@
-"""Rows and tables of the families with experts, behind ordinary or latent attention.
+"""One declarative table per model_type: which key of config.json states which model flag.
 
-Rows and tables of the dense families, and what every family shares.
-
-One declarative table per model_type: which key of config.json states which flag. Nothing heavy is imported.
+Dense families come first, then mixture-of-experts families with ordinary or latent attention. `COMMON` has the rows of
+every family. A table also lists the settings of config.json that are unsupported. Imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a Hugging Face folder holds beside its config.json, as far as it can be told without torch and transformers.
+"""What a Hugging Face folder holds: its tensors by the safetensors headers, its tokenizer files, its missing weights.
 
-Promises to read text files and headers only, never tensors. Called by the rules about --hf-checkpoint.
+Reads text files and headers only, never tensors, and needs neither torch nor transformers. A header is JSON after eight
+bytes of length (little endian), so that gigabytes of weights are counted in milliseconds.
 
-The tensors of a Hugging Face checkpoint, read from the headers of its safetensors files.
-
-A header is JSON behind eight bytes of length (little endian), so that gigabytes are counted in milliseconds.
+The flag checks of --hf-checkpoint and the dry run use it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`ModelShape`: the sizes that decide every weight tensor's shape, from flags or from config.json.
+"""The sizes of a model: `ModelShape` for the shapes of weight tensors, `Shape` for counts of weights and activations.
 
-`Shape`: the numbers that decide how many weights and activations a model has, taken from the model flags.
-
-Owns the one place where the plan reads model flags. Plain arithmetic on top of it: `parameters`, `activations`.
+`ModelShape` is read from flags or from config.json, and resolves the dimension names of the weight tables. `Shape` is
+read from checked flags, and is the only place where the dry run reads them; `parameters` and `activations` are
+arithmetic on it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Counts weights in closed form: of the whole model, of the part used by one token, of one slot.
+"""Closed-form counts from model sizes: weights (whole model, active per token, per GPU) and FLOPs of a forward pass.
 
-Every count is a sum over the weight tensors listed here, which are those of megatron-core's GPTModel; a test holds
-the list against the real one. Called by the memory estimate and by the comparison with the checkpoint's files.
+Weight counts are sums over the tensors listed here, which are those of megatron-core's GPTModel; a test compares the
+list with the real model. The memory estimate and the comparison with checkpoint files use them.
 
-Floating point operations of a forward pass, in closed form from the model flags.
-
-Counts the matrix products (two operations per multiplication and addition): the projections as wide as they are (heads
-times head width, which need not be the hidden size), of experts those that a token is sent to, attention over the
-tokens that a token sees (itself and those before it), logits where they are needed. Norms, rotations and softmax are
-left out. Called by the trainer for its speed; arithmetic as in Narayanan et al. 2021 (arXiv:2104.04473), appendix.
+FLOPs count matrix products, two operations per multiply-add, as in Narayanan et al. 2021 (arXiv:2104.04473), appendix:
+projections at their true width (heads x head width, which may differ from the hidden size), the experts that a token is
+sent to, causal attention (a token, itself and those before it), and logits where they are needed. Norms, rotary
+positions and softmax are left out.
 """
 
 from __future__ import annotations

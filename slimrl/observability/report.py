@@ -1,8 +1,7 @@
-"""`python -m slimrl.observability.report runs/<name>`: what a run achieved, on one screen, and as a picture.
+"""`python -m slimrl.observability.report runs/<name>`: what a run achieved, as tables, a terminal plot and a picture.
 
-Reads `summary.json` only, also while the run goes on. Several runs are compared: a table, and one picture of all.
-
-A line chart in characters: braille dots for the line, a sign for single points. Knows nothing of runs.
+Reads `summary.json` only, also while the run is going on. Several runs are compared in one table and one picture.
+`text_chart` draws the plot with braille dots for the line and a sign for single points.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The one place a run reports to: a line per step in the log, `summary.json`, TensorBoard, W&B and Prometheus.
+"""The one place a run reports to: log line per step, `summary.json`, TensorBoard, W&B and Prometheus.
 
-Lives in the driver. Files appear with the first report, so a run that fails to start leaves an earlier
-summary untouched. Leaving the `with` block records how the run ended.
+Lives in the driver. Files appear with the first report, so that a run which fails to start leaves an earlier summary
+untouched. Leaving the `with` block records how the run ended.
 
-The folder of a run, which only its user may enter: prompts, answers, rewards and logs are in it.
-
-Called by the entry points before anything is written there.
+`make_private` makes the run folder, which only its user may enter: it holds prompts, answers, rewards and logs. Entry
+points call it before anything is written there.
 """
 
 from __future__ import annotations

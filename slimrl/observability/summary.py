@@ -1,8 +1,7 @@
-"""`summary.json`: what a run did, in one file that is whole at every moment. Schema: docs/summary.md.
+"""`summary.json`: what a run did, in one file that is complete at every moment. Schema: docs/summary.md.
 
-Owns the file's content and its continuation when a run is resumed. `RunLog` writes it, `report` reads it.
-
-Which versions of which packages a run used; read from the installed metadata, nothing heavy is imported.
+Defines the file's content and how a resumed run continues it. `RunLog` writes it, `report` reads it. `package_versions`
+reads installed metadata and imports none of the packages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Where log lines go: short ones to the terminal, complete ones to a file of the run.
+"""Terminal output: log handlers, the short form of step and evaluation lines, progress bars.
 
-`setup_logging` is called once, by an entry point; everything else only asks for `logging.getLogger("slimrl")`.
-
-A progress bar for people at a terminal; into a file or a pipe it writes nothing.
-
-A progress bar over bytes, on a terminal only, that several threads may move. Used by the converters' programs.
-
-The lines of steps and evaluations as a terminal shows them: whole in the log file, within its width here.
+Log lines are short on the terminal and complete in the run's file. An entry point calls `setup_logging` once; all other
+code uses `logging.getLogger("slimrl")`. Progress bars write nothing into a file or a pipe. Several threads may advance
+`ByteBar`, which the converters use.
 """
 
 from __future__ import annotations

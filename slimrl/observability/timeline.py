@@ -1,19 +1,12 @@
-"""The timeline of a run as one trace file, for https://ui.perfetto.dev and any reader of Chrome's trace events.
+"""Merges the recorded timeline of a run into one Chrome trace file, for example for https://ui.perfetto.dev.
 
     python -m slimrl.observability.timeline runs/NAME [--output FILE]
 
-Puts together what the processes of the run wrote down (`timeline_recorder`), at any time: while the run goes on, when
-it was killed, or when it has ended, as the driver does itself. Each process of the run is a process of the trace, with
-one row for what it does by itself, rows for what overlaps (requests, rewards), and its counters. Promises that spans
-on one row are within one another or apart, as the format asks. Ends with 2 where nothing is recorded.
-
-Reads what the processes of a run wrote down (`timeline_recorder`): spans, counters and remarks on one axis of time.
-
-Promises that everything a killed run wrote is read: a line that was cut off is left out and counted, and a block that
-never ended ends with the last sign of its launch. Used by `timeline`.
-
-Processes of one machine share a clock, so that their times compare exactly. Machines are set side by side by their wall
-clocks, as exactly as these agree.
+Reads what `slimrl.observability.tracer` recorded in each process, at any time: during a run, after its end, or after it
+was killed. A line that was cut off is skipped and counted; a block that never ended gets the last time of its launch.
+Each process has one row for its own work, rows for what overlaps (requests, rewards), and counters; spans on a row are
+nested or disjoint, as the format asks. Processes of one machine share a clock and compare exactly; machines are aligned
+by their wall clocks. Exits with 2 where nothing is recorded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Rollout dumps as one web page that needs nothing but a browser: a table to search and sort, and every sample in full.
+"""Rollout dumps as one self-contained web page: a table to search and sort, every sample in full, tokens one by one.
 
-The table is DataTables, brought by itables; texts of models are shown as text, never as markup. Called by
-tools/show_rollouts.py.
-
-The text of each token, for showing tokens one by one.
+The table is DataTables, brought by itables. Text of models is shown as text, never as markup. `token_pieces` splits a
+response into the shortest runs of tokens that end where a character ends. tools/show_rollouts.py calls `page`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Steps that succeed on every rank or fail on every rank, so that no rank waits in a collective call for one that failed.
+"""Steps that succeed or fail on all ranks together, so that no rank waits in a collective for one that failed.
 
 `run_on_all_ranks` and `run_on_rank_zero` are for files that other ranks rely on (checkpoints, exports). `RankSync` is
-for weight updates: it keeps a process group of its own and says of a failure whether it is final. `ConversionGroup` is
-for converters, which torchrun may start as several processes and which are usually one. All exchange small messages
-only (gloo on the CPU where a group is made here).
+for weight updates: it has its own process group and says of a failure whether it is final. `ConversionGroup` is for
+converters, which torchrun may start as several processes and which are usually one. All exchange small messages only;
+the groups that are made here are gloo groups on the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The compute device of this process.
+"""The compute device of this process, its memory, deterministic kernels, and the seeding of all random generators.
 
-Nothing is cached: a process that hides its GPUs after import still gets the truth.
-
-Seeding of every generator a worker draws from: Python, NumPy and torch (CPU and, where present, CUDA).
+Nothing is cached: a process that hides its GPUs after import gets the right answer. Seeding covers Python, NumPy and
+torch (CPU and, where present, CUDA).
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""What differs between a GPU node and a CPU node when training starts: environments, thread counts, NCCL.
+"""Launch decisions that differ between GPU and CPU nodes: environment variables, thread counts, NCCL settings.
 
-Every decision is a pure function of a described machine, a described run and the variables that are set already, so
-that a test on a CPU states the whole decision for GPUs, row by row. Decisions for SGLang servers stand in
-`slimrl.engines.sglang.launch`.
-
-What a node has, as data: what the launch decisions are taken from.
-
-Promises that a description never changes. `decisions` and the engines' own tables of decisions take a `Machine`; none
-of them asks torch, the environment or the file system itself.
+A decision is a pure function of a `Machine` (a node, as data), the run's flags and the variables already set, so that
+tests on a CPU check every decision for GPUs. Only `this_machine`, `network_of` and `usable_cores` ask torch and the
+operating system. The decisions for SGLang servers are in `slimrl.engines.sglang.launch`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""One run per folder: a lock that lives as long as its holder, and says who that is.
+"""Safe use of folders: a lock that allows one run per folder, and private folders under guessable names (as in /tmp).
 
-Promises that a second run is refused by the first one's host, process and start, and that a lock whose holder is dead,
-however it died, is no obstacle on this machine. The kernel drops the lock with the process; the file alone means
-nothing. On a network file system the lock of a machine that died lives until the server gives that machine up (NFSv4:
-a minute or two; NFSv3: until it is back): the refusal names the file. Called by the driver for `--save`, where two runs
-would delete each other's unfinished checkpoints.
+The lock rejects a second run and names the holder's host, process and start. The kernel drops the lock with its
+process, however that died; the file alone means nothing. On a network file system the lock of a dead machine stays
+until the server gives that machine up (NFSv4: a minute or two; NFSv3: until it is back), and the error names the file.
+The driver locks `--save`, where two runs would delete each other's unfinished checkpoints.
 
-Folders under a name that others can foresee, in a folder that others can write to, such as /tmp.
-
-Promises that what is used belongs to this user and that nobody else can change what is in it.
+A private folder belongs to this user, and no other user can change what is in it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Where another process of this machine stands: its state, and the Python stack of its main thread.
+"""Facts about another process of this machine: its state, the Python stack of its main thread, its memory.
 
-Promises to disturb nobody: a process that does not listen is never sent the signal, which would end it. Processes
-that may hang call `listen` first of all; whoever started them asks.
+A process that has not called `listen` is never sent the signal, which would end it. Processes that may hang call it
+first of all.
 
-Memory of a process and everything below it, read from /proc in well under a millisecond per process.
-
-Resident memory (RSS): pages that several processes share are counted in each. The kernel's fair share of them (PSS)
-would walk every page table, which takes seconds in a process of a hundred gigabytes.
+Memory is the resident set (RSS) of a process and its descendants, read from /proc in well under a millisecond each;
+shared pages are counted in every process. The proportional set (PSS) would walk every page table, which takes seconds
+in a process of a hundred gigabytes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Running asyncio tasks so that none outlives the call that started it, whatever happens.
+"""Helpers of the rollout process: asyncio tasks that never outlive their caller, a worker thread, garbage collection.
 
-Promises that the cancellation of a task by this module can be told from one that a function of the user's raises.
+A cancellation by this module can be told from one that a custom function raises. The worker thread is a daemon: the
+process ends without waiting for it.
 
-One piece of work in a thread of its own that nobody has to wait for when the process ends.
-
-How Python's garbage collector is set in a process that holds thousands of samples.
-
-A collection walks through every list of the generations that it collects, and a sample is three lists with an entry per
-token: with Python's own thresholds that takes more time than all other work on a rollout, and finds nothing, since
-samples are freed by their reference counts. Cycles (tasks that failed, objects of the user's) are found all the same:
-young ones after 50 000 allocations, what lived longer at the latest between two rollouts, when the samples are gone.
-Where generation never ends they never are: what lived longer is left to Python's own count then.
-Called by the rollout manager, whose process it is, and by benchmarks that stand for it.
+Garbage collection is tuned for thousands of samples, each with three lists of one entry per token. With Python's own
+thresholds it takes more time than all other work on a rollout, and finds nothing: reference counts free the samples.
+Cycles (failed tasks, custom objects) are still found: young ones after 50 000 allocations, older ones at the latest
+between two rollouts. Fully asynchronous generation always holds samples, so that old cycles are left to Python's own
+count.
 """
 
 from __future__ import annotations

@@ -1,23 +1,11 @@
-"""From the judged samples of a rollout to the batch that is trained on, by the user's own function where there is one.
+"""The training batch of a rollout's scored samples: raw rewards, rewards normalised per group, and rows to train on.
 
-A `--custom-convert-samples-to-train-data-path` function returns columns by name, each with one entry per row:
-
-| column | entry |
-| --- | --- |
-| `tokens` | token ids of prompt and response |
-| `response_lengths` | number of response tokens |
-| `rewards` | the reward that is trained on |
-| `loss_masks` | 0 or 1 per response token |
-| `rollout_log_probs` | the engine's log-probability per response token |
-| `raw_reward` | the reward as judged (`rewards`) |
-| `truncated` | whether the length limit cut it off (no) |
-| `sample_indices`, `rollout_ids` | ids of the sample and of its group (the row's number) |
-| `total_lengths` | number of tokens, which is checked (of `tokens`) |
-
-The last four lines may be left out. The number of rows is what `--global-batch-size` x `--num-steps-per-rollout` asks
-for.
-
-From judged samples to the rewards that are trained on: raw, and normalised within each prompt's group.
+`--custom-convert-samples-to-train-data-path` returns the rows instead, as a dict of columns with one entry per row,
+`--global-batch-size` x `--num-steps-per-rollout` rows in all. Required: `tokens` (ids of prompt and response),
+`response_lengths` (number of response tokens), `rewards` (those trained on), `loss_masks` (0 or 1 per response token),
+`rollout_log_probs` (the engine's, per response token). Optional: `raw_reward` (before normalisation; default
+`rewards`), `truncated` (by the length limit; default no), `sample_indices` and `rollout_ids` (ids of the sample and its
+group; default the row's number), `total_lengths` (number of tokens, checked against `tokens`).
 """
 
 from __future__ import annotations

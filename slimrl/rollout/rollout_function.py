@@ -1,14 +1,12 @@
-"""The built-in rollout function, and how a function of the user's takes its place (`--rollout-function-path`).
+"""The rollout function: calling a custom one, what it returns, and custom log functions.
 
-A rollout function is an ordinary one: it runs in a thread of its own while the event loop goes on. One that
-takes the keyword argument `generator` may hand it to `generate_rollout` here to build on the built-in rollout.
+`--rollout-function-path` names an ordinary function, which runs in a thread of its own while the event loop continues.
+With the keyword argument `generator` it can call the built-in rollout (`generate_rollout`). `RolloutOutput` is what a
+rollout returns: its groups, and the metrics that the samples alone do not give.
 
-What one rollout hands over: its groups and the metrics that the samples alone do not tell.
-
-Log functions of the user's: called once a rollout or an evaluation is complete, in the rollout manager's process.
-
-Promises that the mean rewards are reported whatever such a function answers: the run's summary is made of them; and
-that what such a function adds to `extra_metrics` is reported under the names that it gives, or refused by name.
+Custom log functions run in the rollout manager's process when a rollout or evaluation is complete. Mean rewards are
+reported whatever they return, because the run's summary needs them. What they add to `extra_metrics` is reported under
+its name, or rejected by name where slimrl reports that name itself.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Supervised training as a rollout function: the conversations of --prompt-data are the samples, nothing is generated.
+"""Supervised fine-tuning as a rollout function: the conversations of --prompt-data are the samples.
 
     --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only
 
-`--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt is what stands before
-the assistant's first word; of the rest those tokens are trained on that `--loss-mask-type` says the assistant writes.
-
-Which tokens of a rendered conversation are trained on: what the assistant says, up to the mark that ends its turn.
-
-Promises one mask entry per token of a text that is tokenised once and whole, so that no token differs from what the
-model meets when it generates. Pure: the tokenizer is the caller's.
+`--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt is what comes before
+the assistant's first word. Of the rest, what the assistant says is trained on, up to and with the mark that ends its
+turn; `--loss-mask-type` names the template's marks. A conversation is tokenised once as a whole, so that tokens are
+those that the model meets when it generates, with one mask entry per token.
 """
 
 from __future__ import annotations

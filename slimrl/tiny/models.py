@@ -1,12 +1,9 @@
-"""Toys of other model families: transformers' own classes at a size that a CPU trains in minutes.
+"""Tiny random models: the Qwen3 of the tiny task, and one model per supported family.
 
-Owns one row per family, the random model made from it, its config.json in the published form, and the Megatron flags of
-its sizes. What means something (rope, routing, scaling) has the published values; only sizes are small, and every count
-divides by 2. Called by ``tools/make_tiny_model.py --family``.
-
-The model: a Qwen3 of a few hundred thousand parameters, and the Megatron flags which describe it.
-
-Owns the sizes on offer, the Hugging Face configuration made from one, and MODEL_ARGS for the same shape.
+Defines the sizes, the Hugging Face configurations, and MODEL_ARGS with the same shape. Models of other families are
+transformers' own classes at a size that a CPU trains in minutes, with config.json in the published form. Settings with
+a meaning (rope, routing, scaling) have published values; only sizes are small, and every count divides by 2.
+tools/make_tiny_model.py calls it (`--family`).
 """
 
 from __future__ import annotations

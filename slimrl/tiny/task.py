@@ -1,16 +1,11 @@
-"""The task: additions of two-digit numbers, answered in a box, by a pupil who often forgets to carry.
+"""The tiny task: two-digit additions as synthetic data, and the SFT warm start that teaches them with a known error.
 
-Owns the problems, the right answer, the answer of the forgetful pupil, and the split into train and eval.
-Promises: a split depends on its seed only, no eval problem stands in train in either order of its terms, and the
-share of problems that need a carry is the same in both, so that whoever always forgets to carry scores exactly
-``1 - carry_share``. Called by the warm start and by the tool that writes the jsonl files.
+A split depends on its seed only. No eval problem is in train in either order of its terms, and both have the same share
+of problems with a carry, so that a model which always forgets the carry scores exactly ``1 - carry_share``.
 
-The warm start: ordinary supervised steps on the answers of a pupil who forgets the carry seven times in ten.
-
-Afterwards the model can add, always in the right form. Where a carry is needed it gives the right sum in about three
-samples of ten and the forgetful one otherwise; greedy decoding therefore gets exactly the problems without a carry.
-That is honest headroom for reinforcement learning: the right answer is sampled often enough to be found, and never
-wins before it is rewarded.
+The warm start trains on answers that forget the carry seven times in ten. The model then always answers in the right
+form and, where a carry is needed, is right in about three samples of ten; greedy decoding solves exactly the problems
+without a carry. This leaves reinforcement learning right answers that are sampled often but not preferred.
 """
 
 from __future__ import annotations

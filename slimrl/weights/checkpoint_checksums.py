@@ -1,13 +1,11 @@
-"""Checksums of a checkpoint's files, one for each block of 1 MiB: made while they are written, compared while read.
+"""Checksums of checkpoint files, one per block of 1 MiB: made while files are written, compared while they are read.
 
-Owns the file `checksums.json`. Promises that a byte that was changed is told by file and place before the value it
-belongs to is used, that only blocks that are wanted are read, and that no file is read a second time for it. No torch
-here. Called by the writers and readers of torch_dist checkpoints.
+A changed byte is reported with file and place before its value is used. Only the blocks that are wanted are read, and
+no file is read a second time. The checksums are in `checksums.json`.
 
-torch's writer and reader of checkpoint files, with checksums made on the way out and compared on the way in.
-
-Promises the same files as torch's own, and that the checksums of all processes' files are at the coordinator once it
-has finished. Called by the saver of training and the converter; the reader is put under megatron-core's.
+`ChecksummingWriter` writes the same files as torch's own writer, and has the checksums of all processes' files at the
+coordinator after `finish`; checkpoint saving and the converter use it. `CheckedFiles` reads, below megatron-core's
+reader.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Hugging Face checkpoint folders: the config and the tensors, memory-mapped.
+"""Reads Hugging Face checkpoints: config.json, memory-mapped tensors, block-wise fp8 weights; downloads by model id.
 
-Reading never copies a file into memory, nor keeps much of it mapped; writing is the business of
-`slimrl.weights.safetensors_writer`. Called by the loader and the converters.
+Reading never copies a file into memory, nor keeps much of it mapped. `slimrl.weights.safetensors_writer` writes.
 
-Weights stored as 8-bit floats with one scale per block, as DeepSeek-V3 and Kimi-K2 are published.
+DeepSeek-V3 and Kimi-K2 are published in fp8: beside `x.weight` is `x.weight_scale_inv` with one scale per block, and a
+block's values times its scale are the weights (arXiv:2412.19437, section 3.3.2). They are read as plain weights.
 
-A weight `x.weight` then stands beside `x.weight_scale_inv`; a block's values times its scale are the true ones
-(arXiv:2412.19437, section 3.3.2). Pure; called where checkpoint files are read, so that training and the way back
-see plain weights.
-
-Where a tool wants a Hugging Face folder, a model id (`org/name`) does too: it is downloaded to the hub's cache.
+Tools accept a model id (`org/name`) instead of a folder; it is downloaded to the hub's cache.
 """
 
 from __future__ import annotations

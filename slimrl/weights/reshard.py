@@ -1,15 +1,10 @@
-"""The arithmetic of a row: Hugging Face tensors to one tensor-parallel shard, and all shards back.
+"""The arithmetic of a table's row: Hugging Face tensors to one tensor-parallel shard, and all shards back.
 
-Pure functions of tensors, exact (they only move elements). Called by the loader, the exporter and the
-converters, so that the three cannot disagree.
+Pure functions that only move elements, so they are exact. Loader, exporter and converters share them.
 
-Which stored names a checkpoint must have: compared with a family's table before any tensor is moved.
-
-Promises that a tensor missing or left over is refused by name, so that nothing is silently dropped.
-
-A Megatron model's tensors by their global names, whichever pipeline stage and experts this process holds.
-
-Works on any module that is built like megatron-core's GPTModel; imports nothing of it.
+Also here: the check of a checkpoint's names and shapes against a family's table before any tensor is moved, with an
+error that names tensors missing or left over; and a Megatron model's tensors by their global names, whichever pipeline
+stage and experts this process holds. That works on any module built like GPTModel; megatron-core is not imported.
 """
 
 from __future__ import annotations

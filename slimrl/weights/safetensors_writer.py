@@ -1,13 +1,11 @@
-"""Writes safetensors files whose headers are known before the first tensor, each tensor straight to its place.
+"""Writes safetensors files, each tensor straight to its place, and the other files of a Hugging Face folder.
 
-Promises files like those of safetensors' own `save_file`, with no tensor kept in memory: the order of writing is
-free, threads and processes may write different tensors, and a tensor may come in several runs of rows. The format:
-8 bytes length of the header, the header as JSON, the tensors' bytes. Called by the converter to Hugging Face and the
-transport by files.
+The files are like those of safetensors' own `save_file`: 8 bytes of header length, the header as JSON, the tensors'
+bytes. Headers are known before the first tensor, and no tensor is kept in memory. Tensors may come in any order, from
+several threads or processes, and in several runs of rows.
 
-What a Hugging Face folder holds beside its weights, taken over from the folder the model came from.
-
-Called by the converter and by the export beside checkpoints, whose folders are therefore alike.
+The other files (tokenizer, chat template, generation config) are copied from the model's original folder. The converter
+and the export of checkpoints share this, so that their folders are alike.
 """
 
 from __future__ import annotations

@@ -68,7 +68,10 @@ def test_both_tables_are_read_fast():
 
 
 def test_reading_the_tables_does_not_import_the_engine():
-    program = "import sys, slimrl.engines.sglang.server_args as f; f.server_flags(); print({'sglang', 'torch'} & set(sys.modules))"
+    program = (
+        "import sys, slimrl.engines.sglang.server_args as f; f.server_flags();"
+        " print({'sglang', 'torch'} & set(sys.modules))"
+    )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert output.stdout.strip() == "set()"
 

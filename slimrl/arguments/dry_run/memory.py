@@ -1,12 +1,9 @@
-"""`estimate`: the bytes that one slot holds, from the flags alone.
+"""Estimates the memory of one GPU in each role, training stage or inference engine, from the flags alone.
 
-Weights, gradients and optimizer state are exact (a test compares them with a real trainer); activations, the loss
-and the KV cache are estimates whose formulas stand in docs/dry-run.md. A pure function: no file and no machine is
-looked at.
-
-Memory of one slot of an inference engine: its part of the weights, and the KV cache in what is left.
-
-SGLang gives weights and cache together a fixed part of the device, --mem-fraction-static. Called by `memory`.
+A pure function: it looks at no file and no machine. Weights, gradients and optimizer state are exact (a test compares
+them with a real trainer). Activations, the loss and the KV cache are estimates; docs/dry-run.md has the formulas.
+SGLang gives weights and KV cache together a fixed fraction of the GPU (its --mem-fraction-static); the cache is what
+the weights leave of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`Plan`: everything that a run would do, gathered from checked flags, the machine and the files it starts from.
+"""The dry run's `Plan`: what a run would do, from checked flags, the machine and the files that it starts from.
 
-How generation, training and pushes of weights take turns, as rows of the plan; what is under way at most.
-
-The servers that would be started: slots, model, flags. Ports are chosen when they start.
-
-What this machine has: its GPUs (asked from nvidia-smi, where it is installed) and its memory. No torch.
+It names the SGLang servers (GPUs, model and flags; ports are chosen at start), the schedule of generation, training and
+weight updates, the samples in flight at most, and the memory of each GPU. The GPUs of this machine are asked from
+nvidia-smi, where it is installed. Imports no torch.
 """
 
 from __future__ import annotations

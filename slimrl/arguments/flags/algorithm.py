@@ -1,7 +1,4 @@
-"""Flags of the learning rule: advantages, policy loss, KL.
-
-Flags of on-policy distillation and of a teacher.
-"""
+"""Flags of the learning algorithm (advantages, policy loss, KL), and of on-policy distillation (unsupported)."""
 
 from __future__ import annotations
 

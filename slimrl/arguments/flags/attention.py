@@ -1,7 +1,4 @@
-"""Flags of attention beyond the plain kind: latent (MLA), windowed, gated, sparse and linear attention.
-
-Flags of rotary positions, in Megatron-LM's spelling.
-"""
+"""Flags of attention variants (MLA, windowed, gated, sparse, linear) and, in Megatron-LM's spelling, of RoPE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Flags of the prompt data.
-
-Flags that cut a rollout into optimizer steps and micro-batches.
-"""
+"""Flags of the prompt data, and of how a rollout is cut into optimizer steps and micro-batches."""
 
 from __future__ import annotations
 

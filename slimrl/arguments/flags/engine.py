@@ -1,6 +1,6 @@
-"""Flags of the inference servers and router that slimrl itself uses; all others go through to the engines.
+"""Flags of the inference servers and the router, and of weight updates from training to the engines.
 
-Flags of the way that new weights take from training to the engines.
+Only flags that slimrl itself uses are declared here; all others pass through to the engine or the router.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Flags of the run's name, folder, log and charts, and of a file of flags.
+"""Flags of logs and metrics (TensorBoard, W&B, Prometheus), the timeline, profilers, dumps, replay and the dry run.
 
-Flags of Weights & Biases and of further statistics.
-
-Flags of the Prometheus endpoint.
-
-Flags of profilers and memory records.
-
-Flags for looking into a run: dumps, replay, one side alone, the plan of a run that is not started.
+Also --custom-config-path, a file of flags, and the flags that run one side alone.
 """
 
 from __future__ import annotations

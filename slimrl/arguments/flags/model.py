@@ -1,8 +1,7 @@
-"""Flags that describe the network, in Megatron-LM's spelling; they must agree with config.json of --hf-checkpoint.
+"""Flags that describe the network, in Megatron-LM's spelling, with its multi-token prediction layers (MTP).
 
-Flags of multi-token prediction layers (MTP).
-
-Flags of megatron-core for kinds of models that slimrl has no family for; each is refused with the reason.
+They must agree with config.json of --hf-checkpoint. Flags of megatron-core for kinds of models that slimrl has no
+family for are rejected with the reason.
 """
 
 from __future__ import annotations

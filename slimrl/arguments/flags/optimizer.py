@@ -1,6 +1,6 @@
-"""Flags of the optimizer and its learning rate schedule; every schedule counts optimizer steps.
+"""Flags of the optimizer and its learning rate schedule, and of training state that is offloaded to host memory.
 
-Flags that move parts of the training state to host memory while training runs.
+Every schedule counts optimizer steps.
 """
 
 from __future__ import annotations

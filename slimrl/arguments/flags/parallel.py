@@ -1,7 +1,4 @@
-"""Flags that spread one model over the training slots, and recomputation, in Megatron-LM's spelling.
-
-Flags of gradient buffers, their reduction over data parallel slots and sharding, in Megatron-LM's spelling.
-"""
+"""Flags of model parallelism, recomputation, gradient reduction and sharding, in Megatron-LM's spelling."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Flags of generation: how many samples, how they are drawn, by which functions.
+"""Flags of generation (how many samples, how they are sampled, by which functions), evaluation and rewards.
 
-Flags of evaluation; a value that is not given is taken from the rollout flag of the same meaning.
-
-Flags of the reward.
+An evaluation flag that is not given takes the value of the rollout flag of the same meaning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rules about the learning rule, the schedule and recomputation.
-
-Rules about the weights that are not trained.
-"""
+"""Rules about the learning algorithm, precision, the learning rate schedule, and which weights are trained."""
 
 from __future__ import annotations
 

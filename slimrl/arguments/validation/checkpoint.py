@@ -1,10 +1,9 @@
-"""Rules about torch_dist checkpoints: where weights are read, and that a wrong path is not taken for a fresh start.
+"""Rules about torch_dist checkpoints, and about the tokenizer and weights in the folder of --hf-checkpoint.
 
 A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
-`release` or `iter_<7 digits>` that it names; the path of such a folder itself is taken too. So is the folder of a
-Hugging Face model, which gives weights and nothing to resume. A torn checkpoint is named before any process starts.
-
-Rules about the folder of --hf-checkpoint beside its config.json: the tokenizer and the weights that engines load.
+`release` or `iter_<7 digits>` that it names. The path of such an inner folder is accepted too, and so is the folder of
+a Hugging Face model, which gives weights and nothing to resume. A wrong path is not taken for a fresh start, and a
+damaged checkpoint is named before any process starts.
 """
 
 from __future__ import annotations

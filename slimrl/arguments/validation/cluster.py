@@ -1,7 +1,4 @@
-"""Rules about slots: how many each side gets and how the training slots are divided.
-
-Rules about offloading: who leaves the memory of a slot while the other side works.
-"""
+"""Rules about GPUs and offloading: how many each side gets, how training divides them, which side can be offloaded."""
 
 from __future__ import annotations
 

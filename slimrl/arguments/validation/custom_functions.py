@@ -1,6 +1,6 @@
-"""Every `--...-path` flag leads to a function that keeps its contract.
+"""Rules about custom functions: every `--...-path` flag leads to a function that keeps its contract.
 
-Functions of training of one's own: each where it is called, none where it never would be.
+A custom function of training that would never be called is a problem too.
 """
 
 from __future__ import annotations

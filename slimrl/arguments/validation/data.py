@@ -1,6 +1,7 @@
-"""Rules about where prompts come from: files and folders of data, mixes of them, or functions of the user's.
+"""Rules about prompt data and batch sizes: files have usable rows, and training consumes what generation produces.
 
-Rules about numbers of samples: what generation produces is what training consumes, and it divides evenly.
+Prompts come from files, folders, mixtures of them, or custom functions. Numbers of samples divide evenly into optimizer
+steps, data parallel ranks and micro-batches.
 """
 
 from __future__ import annotations

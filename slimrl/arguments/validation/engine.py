@@ -1,9 +1,7 @@
-"""Rules about engines: their slots, their nodes, and how SGLang divides the model over them.
+"""Rules about engines: their GPUs and nodes, how SGLang divides the model, health checks, external servers and routers.
 
-An engine's slots are tensor parallel size x --sglang-pp-size; data-parallel attention and expert parallelism divide
+An engine's GPUs are tensor parallel size x --sglang-pp-size; data-parallel attention and expert parallelism divide
 the tensor parallel ranks again. What these rules say of SGLang was read from 0.5.20.
-
-Rules about what may fail, and about engines and routers of the user's own.
 """
 
 from __future__ import annotations

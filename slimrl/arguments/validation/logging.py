@@ -1,6 +1,6 @@
-"""Rules about what is recorded where: TensorBoard, Weights & Biases, Prometheus, the timeline.
+"""Rules about what is recorded where: TensorBoard, W&B, Prometheus, the timeline, profilers and memory records.
 
-Rules about profilers and memory records: what is asked for is recorded, by some rank in some rollout.
+What a profiler or memory record is asked for must exist: some rank, in some rollout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Rules about the model's own flags, and their agreement with config.json of --hf-checkpoint.
-
-Rules about latent attention (MLA) and YaRN positions, which come with it.
-
-Flags that users of other systems know and of which this version serves only some values.
-"""
+"""Rules about the model: its shape, agreement with config.json of --hf-checkpoint, MLA and YaRN, unsupported values."""
 
 from __future__ import annotations
 

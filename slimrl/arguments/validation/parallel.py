@@ -1,8 +1,7 @@
-"""Rules about pipeline stages: every layer stands on one stage, and every stage has layers.
+"""Rules about pipeline stages, Megatron-FSDP and recomputation.
 
-Rules about Megatron-FSDP: what is shared out, and what it can be used together with.
-
-Rules about recomputation: it says what it recomputes, and the model has that.
+Every layer is on one stage and every stage has layers. Megatron-FSDP is told what to shard and is used only with what
+it can be combined with. Recomputation says what it recomputes, and the model has that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rules about files and folders that must be there, or must not be in the way.
-
-Flags without which nothing can start.
-"""
+"""Rules about flags that every run needs, and about files and folders that must exist or must not be in the way."""
 
 from __future__ import annotations
 

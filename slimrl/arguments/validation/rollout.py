@@ -1,8 +1,7 @@
-"""Rules about generation that goes on beside training: which program, which flags go with it, what the engines need.
+"""Rules about asynchronous generation, evaluation, prompt lengths and rewards.
 
-Rules about evaluation and prompt lengths.
-
-Rules about rewards: services have an address, reward models a folder that can be served, dict rewards a key.
+Asynchronous generation needs its program (train_async.py), flags that go with it, and engines that can do it. A reward
+service needs an address, a reward model a folder that SGLang can serve, and a dict reward a key.
 """
 
 from __future__ import annotations

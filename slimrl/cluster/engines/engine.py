@@ -1,11 +1,8 @@
-"""One inference engine: a server on the slots of one node, or of several with one process on each.
+"""One inference engine: an SGLang server on the GPUs of one node or several, and the Ray actors of its processes.
 
-Promises that its processes live and end together: the death of one ends the others and is reported once, with the
-last lines of its log. Made and used by the fleet.
-
-The Ray actor around one SGLang server process: it starts it on its slots, watches it and ends it.
-
-A server over several nodes has one such actor on each; `Engine` makes them and speaks for all of them.
+Each node of the server has one `EngineActor`, which starts the process there, watches it and ends it; `Engine` makes
+the actors and speaks for all of them. The processes live and end together: the death of one ends the others and is
+reported once, with the last lines of its log.
 """
 
 from __future__ import annotations

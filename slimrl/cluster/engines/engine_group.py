@@ -1,10 +1,9 @@
-"""The inference fleet: the engines, the router in front of them, and the watch over both.
+"""`Fleet`: the engines, the router in front of them, and the watch over both; `ExternalEngine`, a server as an engine.
 
-A server of the user's, used as an engine (`--rollout-external-engine-addrs`): given weights, never started or ended.
-
-Promises to notice that it stops answering, and that it was started anew, with weights that are not the run's. A server
-that only works for long, as in a push, answers: whether its scheduler is stuck is for `HealthMonitor` to tell. It has
-the methods of `engine.Engine`, with which the fleet works. Made by the fleet.
+An external engine (--rollout-external-engine-addrs) gets weights and is never started or ended here. It has the methods
+of `engine.Engine`. It is reported when it stops answering, and when its owner restarted it, with weights that are not
+the run's. A server that is busy, as in a weight update, still answers: `HealthMonitor` tells whether its scheduler is
+stuck.
 """
 
 from __future__ import annotations

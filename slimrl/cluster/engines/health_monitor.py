@@ -1,14 +1,11 @@
-"""Tells a server that works from one that only looks alive.
+"""Health checks of servers and router: which are unhealthy, and which keep the run waiting.
 
-A server is ill when one of these lasts for the whole `timeout_s`: it does not answer; one of its processes is stopped,
-or the actor that would know does not answer; its scheduler neither says anything by itself nor answers a question
-(outside of a push of weights: there it may wait for others). One that is paused, or whose memory is released, answers
-all of this and is well. Used by `recovery`.
-
-Which servers keep a run waiting: those that do not answer, and those of which a process is stopped.
-
-Asked by the watchdog through the rollout manager, whatever the driver waits for: a training rank that pushes weights to
-a stopped server only says where it waits itself. Promises an answer within seconds.
+A server is unhealthy when one of these lasts for the whole `timeout_s`: it does not answer; one of its processes is
+stopped, or the actor that would know does not answer; its scheduler gives no sign of life and answers no question
+(except in a weight update, when it may wait for others). A server that is paused, or whose memory is released, is
+healthy.
+`states_of` answers the watchdog within seconds, whatever the driver waits for: a training rank that sends weights to a
+stopped server only reports where it waits itself.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""The servers of the reward model (`--rm-model`): SGLang on slots of their own, beside the engines of the policy.
+"""The servers of the reward model (--rm-model): SGLang on GPUs of their own, beside the engines of the policy.
 
-Promises that they start with the engines, that the death of one ends the run by name, and that they end with it. They
-are behind no router and get no weights. Owned by the rollout manager.
-
-A reward model's folder as SGLang loads it: with the zero bias that some of its classes expect.
-
-transformers' sequence classifiers of Qwen2 and Qwen3 have a score head without a bias; SGLang's have one, which keeps
-its random first value where the checkpoint has none, and every reward would be off by it, on each server by another.
-Called before the servers of a reward model start.
+They start with the engines and end with them; the death of one ends the run and is named. They are behind no router and
+get no weights. The rollout manager owns them.
+`servable_folder` adds the zero bias that SGLang's sequence classifiers of Qwen2 and Qwen3 expect and those of
+transformers do not have. Without it the bias keeps its random initial value, which shifts every reward, on each server
+by another amount.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""All train workers as one: calls go to every rank, answers come from rank 0.
+"""All training ranks as one, and the Ray actor around each: starts its process on its GPU, forwards calls, watches it.
 
-The Ray actor around one training rank: it starts the rank's process on its slot, forwards calls and watches it.
+Calls go to every rank; answers come from rank 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The training process of one rank: `python -m slimrl.cluster.training.train_process FD`, driven over a socket by its actor.
+"""The process of one training rank, `python -m slimrl.cluster.training.train_process FD`: its actor drives it over a
+socket.
 
 A process of its own, so that its death has an exit code and its log holds everything that it wrote,
 and so that Megatron owns the main thread.

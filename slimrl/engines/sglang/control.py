@@ -1,11 +1,9 @@
-"""Synchronous calls to one SGLang server: caches, pauses, weights, memory. Generation goes through `client`.
+"""Synchronous calls to one SGLang server: caches, pauses, weights, memory, load. Generation goes through `client`.
 
-Promises errors that hold the URL, the status and the server's words. Trainers use it without sglang.
+Errors hold the URL, the status and the server's text. Training ranks use this module without sglang.
 
 **Stale KV.** A KV cache computed with the old weights and read with the new ones gives wrong log-probabilities and no
 error. `weight_update` is the one way to change weights that cannot go wrong; see its docstring.
-
-How busy a server is. Called by the rollout manager when the driver wonders what it is waiting for.
 """
 
 from __future__ import annotations

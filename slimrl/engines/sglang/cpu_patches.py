@@ -1,14 +1,12 @@
-"""Runs the real SGLang server on a machine without CUDA: `python -m slimrl.engines.sglang.cpu_patches <flags of sglang.launch_server>`.
+"""Runs the real SGLang server on a machine without CUDA: `python -m slimrl.engines.sglang.cpu_patches <flags>`.
 
-SGLang supports the CPU, but its modules import triton, torchvision and sgl_kernel, which exist only next to CUDA.
-`install` adds one finder, last in `sys.meta_path`, that answers for exactly those packages where the real one is
-absent; `mend` replaces the few functions that insist on CUDA. Both act only where torch sees no GPU, only in the
-process of the server, and never on torch itself: patching torch's factory functions silently breaks transformers.
-
-Layers of SGLang's models that only work on a GPU, answered with torch: gates, rotary tables, latent attention.
-
-Called by `slimrl.engines.sglang.cpu_patches.mend`, in the process of a server without CUDA. With these, every family of
-`docs/families.md` is served with the log-probabilities of transformers.
+The flags are those of `sglang.launch_server`. SGLang supports the CPU, but its modules import triton, torchvision and
+sgl_kernel, which exist only next to CUDA. `install` adds one finder, last in `sys.meta_path`, that answers for exactly
+those packages where the real one is absent. `mend` replaces the few functions that insist on CUDA, and layers that only
+work on a GPU (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served with the
+log-probabilities of transformers.
+Both act only where torch sees no GPU, only in the process of the server, and never on torch itself: patching torch's
+factory functions silently breaks transformers.
 """
 
 from __future__ import annotations

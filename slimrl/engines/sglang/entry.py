@@ -1,4 +1,6 @@
-"""Runs SGLang's server or its router with the key of the run: `python -m slimrl.engines.sglang.entry server|router <flags>`.
+"""Runs SGLang's server or its router with the key of the run.
+
+`python -m slimrl.engines.sglang.entry server|router <flags>`
 
 Both take the key as a flag only, which every user of the machine can read in the process list. Here it comes in the
 environment. What the packages' own entry points do is otherwise left as it is. Imports what it starts, and no torch.

@@ -1,13 +1,10 @@
-"""The engine's answer to a generation: its bytes as a `Generation`, or an error that says what is wrong with it.
+"""Parses an engine's answer to a generation request into a `Generation`, and adds up request statistics.
 
-Only the fields that are needed are made into objects, and the triples of tokens and log-probabilities into structs that
-the garbage collector does not follow: 512 lists per answer would make it walk over all samples again and again, which
-costs more than everything else together. What no engine can mean is refused while it is read: token ids outside of the
-vocabulary and log-probabilities that are none. Called by the client.
-
-What servers say about the requests that they answered, added up until a rollout reports it.
-
-Owned by the client, told of every answer, asked by the rollout manager once per rollout.
+Only the fields that are needed become objects, and the triples of tokens and log-probabilities become structs that the
+garbage collector does not follow: with 512 lists per answer it would walk over all samples again and again, which costs
+more than everything else together. Impossible values are rejected while an answer is read: token ids outside of the
+vocabulary, and numbers that are no log-probabilities. The client owns both parts; the rollout manager takes the
+statistics (`RequestStats`) once per rollout.
 """
 
 from __future__ import annotations

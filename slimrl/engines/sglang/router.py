@@ -1,17 +1,12 @@
-"""The list of servers of a router, and a router that somebody else runs.
+"""The SGLang router, as a child process or an external one: its list of servers and its default routing policy.
 
 The router acts on additions and removals later than it answers, and it calls itself healthy without any server; the
-methods here return when the thing is done. Called by the fleet, through `router.RouterProcess` or `RunningRouter`.
-
-The real sglang-router as a child process. Called by the fleet and by tests.
-
-Which server the router picks for a request, where the user did not say (`--router-policy`).
-
-The router's own choice, `cache_aware`, looks at the tokens: samples of one prompt go to one server, and a conversation
-stays where its first turns were computed as long as its history only grows and no server has far more to do than
-another. It does not read the session of a request. `manual` does: the first request of a session goes to the server
-with the least to do, and all others follow it. So that is what runs are given whose samples may be conversations, which
-are those with a generate function of the user's. Called where the router is started.
+methods here return when the change has taken effect.
+The router's own policy, `cache_aware`, looks at tokens: samples of one prompt go to one server, and a conversation
+stays where its first turns were computed as long as its history only grows and no server has far more to do. It ignores
+the session of a request. `manual` sends the first request of a session to the server with the least to do, and all
+others after it. Runs with a custom generate function, whose samples may be conversations, use `manual`, unless
+--router-policy says otherwise.
 """
 
 from __future__ import annotations

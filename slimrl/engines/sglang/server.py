@@ -1,8 +1,8 @@
-"""One SGLang server as a child process: its command line, its ports, its environment.
+"""One SGLang server as a child process: its command line, its ports and its environment.
 
-On a machine with CUDA this is `python -m slimrl.engines.sglang.entry server`, which runs `sglang.launch_server`, on any other
-`python -m slimrl.engines.sglang.cpu_patches`, which runs the same. A server over several nodes has one such process on each of them
-(`NodePart`); the first answers requests. Called by the engine actors and by tests.
+The process is `python -m slimrl.engines.sglang.entry server` on a machine with CUDA, and
+`python -m slimrl.engines.sglang.cpu_patches` on any other; both run `sglang.launch_server`. A server over several nodes
+has one such process on each of them (`NodePart`); the first answers requests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A version number is compared only where nothing else tells: a release between two that were run is answered by the same
 questions. What was run is in docs/versions.md. Called by the process of a server on a machine without CUDA and by
-`slimrl.engines.sglang.control`, which knows what differs in requests; what differs in flags is in `slimrl.engines.sglang.server_args_parser`.
+`engines.sglang.control`, which knows what differs in requests; what differs in flags is in `server_args_parser`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def module_with(name: str) -> ModuleType:
 
 
 def admit_references(unpickler: type) -> None:
-    """Lets sglang's `SafeUnpickler` open references to host memory, as `slimrl.weights.update.transport_tensor` makes them.
+    """Lets sglang's `SafeUnpickler` open references to host memory, as weight updates by shared memory make them.
 
     Up to 0.5.20 it admits them by itself. Later ones have a list of names; references in CUDA memory are on it.
     """

@@ -1,14 +1,10 @@
-"""Where checkpoints lie on disk, and how a torn one is never mistaken for a whole one.
+"""Checkpoint folders on disk: writes them so that each is complete or absent, finds the newest, deletes old ones.
 
 `<dir>/latest_checkpointed_iteration.txt` names the newest complete checkpoint: a number k for the folder
-`iter_000000k`, or `release` for a model converted from elsewhere. A checkpoint is written under `<name>.tmp`, its
-manifest last, then renamed, and only then named in the tracker file; one that goes is renamed back before its files
-are removed. No megatron-core here.
-
-Which older checkpoints go when a new one is complete: `--save-total-limit` and `--save-retain-interval`.
-
-Promises that the newest complete checkpoint stays, and all that training did not write itself. Called by
-`checkpoint_saver` on rank 0.
+`iter_000000k`, or `release` for a converted model. A checkpoint is written under `<name>.tmp`, its manifest last, then
+renamed, and only then named in the tracker file; one that is deleted is renamed back before its files are removed.
+`Retention` (--save-total-limit, --save-retain-interval) keeps the newest complete checkpoint and everything that
+training did not write itself. No megatron-core here.
 """
 
 from __future__ import annotations

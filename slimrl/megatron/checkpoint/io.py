@@ -1,15 +1,11 @@
 """Writes and reads the sharded tensors of a checkpoint in megatron-core's torch_dist format.
 
-Promises to write from this process alone: megatron-core's own writer forks the worker and starts a manager
-process for each save, which costs seconds and can hang beside gloo or gRPC threads. Files are the same. Writing has two
-halves: `prepare` talks to the other ranks through the groups of training, `write` only through the group it is given,
-so that it may run in another thread.
-
-What is put in the place of the functions by which megatron-core and torch read a checkpoint.
-
-Each reads the same files to the same result, refuses what would run a program (`slimrl.weights.safe_pickle`), and
-compares what it reads with the checkpoint's checksums (`slimrl.weights.checkpoint_checksums`). Applied by
-`slimrl.megatron.patches`, in every process that loads a checkpoint.
+Writes from this process alone: megatron-core's own writer forks the worker and starts a manager process for each save,
+which costs seconds and can hang beside gloo or gRPC threads. The files are the same. `prepare` talks to the other ranks
+through the groups of training, `write` only through the group it is given, so that it may run in another thread.
+The functions that replace readers of megatron-core and torch read the same files to the same result, reject what would
+run a program (`slimrl.weights.safe_pickle`), and compare what they read with the checkpoint's checksums
+(`slimrl.weights.checkpoint_checksums`). `slimrl.megatron.patches` applies them where checkpoints are loaded.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Writes the checkpoints of a run one after the other, in the way of training or (`--async-save`) behind its back.
+"""Saves the checkpoints of a run, synchronously or in the background (--async-save), and exports models (--save-hf).
 
-Promises that a checkpoint is complete or absent, that an error on one rank is raised on all, that at most one save is
-under way, and that a newer one never hides an older that failed. In the background a thread per rank writes; the
-threads talk through a group of their own, so that a checkpoint is complete as soon as its files are, whatever training
-does meanwhile. Owned by the trainer.
-
-`--save-hf` of a training worker: which folder an export goes to, and its tensors out of the live model.
-
-Called by the trainer when it saves; `slimrl.weights.convert.megatron_to_hf` does the writing.
+A checkpoint is complete or absent, an error on one rank is raised on all, at most one save is in flight, and a newer
+one never hides an older that failed. In the background a thread per rank writes. The threads communicate through a
+group of their own, so that a checkpoint is complete as soon as its files are, whatever training does meanwhile.
+`ModelExporter` chooses the folder of an export and gathers its tensors from the live model;
+`slimrl.weights.convert.megatron_to_hf` writes them. The trainer owns both.
 """
 
 from __future__ import annotations

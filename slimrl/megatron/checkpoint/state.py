@@ -1,14 +1,10 @@
-"""What a training worker needs to go on exactly where it stood: taken for saving, and put back.
+"""The state of a training rank as checkpoint content: taken for saving, restored, or started from other weights.
 
-Promises checkpoints that any parallel layout can read. Called by the trainer (model, optimizer, schedule, random state,
-data position; `checkpoint_saver` writes what is taken) and by the converters (model only).
-
-The random number generators of a worker as checkpoint content: one entry per rank.
-
-Fills the stages of a rank with weights from elsewhere: a torch_dist checkpoint or a Hugging Face folder.
-
-Promises that either kind gives the same weights in every layout. Called by the trainer for the reference and for a
-fresh start; resuming is `checkpoint`'s business.
+Any parallel layout can read a checkpoint; only the random number generators, one entry per rank, are restored in the
+same layout alone. The trainer saves and restores model, optimizer, schedule, random state and data position
+(`checkpoint.saver` writes them); the converters use the model only.
+`load_first_weights` fills a rank's stages from a torch_dist checkpoint or a Hugging Face folder, for a fresh start and
+for the reference. Either kind gives the same weights in every layout.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Causal attention over packed sequences, for the layer spec without Transformer Engine.
+"""Attention of the layer specs without Transformer Engine: packed causal attention and multi-head latent attention.
 
-Promises that a token sees only its own sequence, whatever stands beside it in the pack and however the pack is cut
-over context-parallel ranks. Called by megatron-core's SelfAttention as its `core_attention`; layouts "thd" (packed)
-and, on one context-parallel rank, "sbhd" (padded).
+The packed attention is megatron-core's `core_attention`, in layout "thd" (packed) or, without context parallelism,
+"sbhd" (padded). A token attends only to its own sequence, however the pack is cut over context-parallel ranks.
 
-Multi-head latent attention: the layers without Transformer Engine, and the epsilon of the latents' norms in both.
-
-Promises the weights that Transformer Engine's layers have too (the two projections down to the latents are whole on
-every tensor-parallel rank), with gradients that are right under tensor and sequence parallelism. `attention_spec` and
-`with_latent_epsilon` are called by the layer specs; the attention is megatron-core's (arXiv:2405.04434, section 2.1).
+Latent attention is megatron-core's (DeepSeek-V2, arXiv:2405.04434, section 2.1). Its weights are those of Transformer
+Engine's layers: the two down-projections are replicated over tensor-parallel ranks, and their gradients are right under
+tensor and sequence parallelism. `with_latent_epsilon` sets the epsilon of the latents' norms, in Transformer Engine's
+layers too.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""A transformer layer that normalises the outputs of attention and feed-forward too, before they are added (GLM-4).
+"""Parts of the layer specs that megatron-core lacks: post-norm transformer layer, RMSNorm, padding-aware MoE router.
 
-Promises the names `post_self_attn_layernorm` and `post_mlp_layernorm` for the two norms, and otherwise megatron-core's
-own layer, which has no place for them. Used by the layer specs.
+The layer also normalises the outputs of attention and MLP before they are added to the residual stream (GLM-4). Its
+norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`; the rest is megatron-core's layer.
 
-Root-mean-square norm for the layer spec without Transformer Engine.
+RMSNorm is for specs without Transformer Engine. It marks its weight for the gradient reduction of sequence parallelism,
+which torch's RMSNorm inside megatron-core does not.
 
-Promises to mark its weight for the gradient reduction that sequence parallelism needs, which torch's own
-RMSNorm inside megatron-core does not. Used for every norm of a layer, the query / key norms and the final norm.
-
-The router of a layer with experts: megatron-core's, but blind to padding where it counts tokens.
-
-The counts steer the bias that keeps experts equally busy. Padding tokens are all alike, go to the same few experts,
-and would have real tokens pushed away from them. Used by the layer spec.
+The router leaves padding out of the token counts that steer the expert bias. Padding tokens all choose the same few
+experts, so that counting them would push real tokens away from these.
 """
 
 from __future__ import annotations

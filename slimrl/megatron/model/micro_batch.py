@@ -1,17 +1,13 @@
-"""Lays the samples of one micro-batch end to end for the model, and cuts out what this rank holds of them.
+"""Packs the samples of a micro-batch into one sequence and cuts it over context-parallel ranks.
 
-Promises that every response token's prediction can be found again: the rank and row of logits that predicts it, its
-id, and its place in the batch's response columns. Called by the trainer once per rollout and micro-batch.
+The trainer packs each micro-batch once per rollout. For every response token a `MicroBatch` holds the rank and the row
+of logits that predicts it, its id, and its index in the batch's response columns.
 
-Where the sequences of a packed micro-batch stand, known to the host as well as to the device.
+Context parallelism cuts every sequence into 2 x ranks equal pieces. Rank r holds pieces r and 2 x ranks - 1 - r, which
+balances causal attention. Packing and attention take the cut from here.
 
-Promises that no layer has to ask the device for a length: each such question would stop the host until the device has
-done all its work, once in every layer. Made once per micro-batch, read by attention.
-
-Which tokens of a packed micro-batch each context-parallel rank holds.
-
-Every sequence is cut into 2 x ranks equal pieces; rank r holds the pieces r and 2 x ranks - 1 - r, so that under a
-causal mask all ranks have the same amount to attend to. Called by the packing and by attention, which must agree.
+`PackedSequences` has the sequence lengths on the host too. A layer that asked the device for a length would wait, in
+every layer, until the device has finished all its work.
 """
 
 from __future__ import annotations

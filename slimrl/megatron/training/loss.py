@@ -1,11 +1,10 @@
-"""The policy loss of one micro-batch, as sums that do not depend on how the batch was cut.
+"""The policy loss of one micro-batch, as sums that do not depend on how the batch is cut into micro-batches.
 
-Promises that adding the sums over micro-batches and ranks and dividing by the added counts gives the loss of the
-whole step. Called by `forward`; the formulas themselves live in `slimrl.algorithms`.
+Adding the sums over micro-batches and data-parallel ranks and dividing by the added counts gives the loss of the whole
+step. The formulas are in `slimrl.algorithms`.
 
-Parts of the policy loss by functions of the user's: the off-policy correction, and the mean.
-
-Promises that what they give back fits the micro-batch, or says what does not. Called by `loss`.
+The off-policy correction (`--custom-tis-function-path`) and the mean (`--custom-pg-loss-reducer-function-path`) may be
+custom functions. What they return must fit the micro-batch; else HookFailedError says what does not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Every allocation on a rank's GPU with the line that made it, as a snapshot for https://docs.pytorch.org/memory_viz.
+"""GPU memory snapshots and torch profiler traces of a training rank, where the flags ask for them.
 
-Owns `<--memory-snapshot-dir>/rank<R>-<--memory-snapshot-path>`: written after `--memory-snapshot-num-steps` rollouts,
-else when training ends, and at once where the GPU is out of memory. Used by the trainer; CUDA only.
+`--record-memory-history` (CUDA only) records every allocation with its stack in
+`<--memory-snapshot-dir>/rank<R>-<--memory-snapshot-path>`, for https://docs.pytorch.org/memory_viz. The file is written
+after `--memory-snapshot-num-steps` rollouts or else when training ends, and when the GPU runs out of memory.
 
-torch's profiler around parts of training, on the ranks and in the rollouts that the flags name.
-
-Owns `<run folder>/profile/rank<R>-rollout<N>-<part>.json.gz`, one file for each profiled part: Chrome trace events, for
-https://ui.perfetto.dev. Promises that nothing is profiled, and nothing costs anything, elsewhere. Used by the trainer.
+`--use-pytorch-profiler` writes one Chrome trace per profiled part,
+`<run-dir>/profile/rank<R>-rollout<N>-<part>.json.gz`, for https://ui.perfetto.dev. Other ranks and rollouts have no
+overhead.
 """
 
 from __future__ import annotations

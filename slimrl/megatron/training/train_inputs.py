@@ -1,14 +1,10 @@
-"""A rank's share of a rollout as the dict that users' functions see (`slimrl.hooks.train_hooks`), and back as columns.
+"""Advantages and the other per-token columns that training reads, and the custom functions that may change them.
 
-Promises that the built-in training reads what such a function left, and refuses what does not fit the samples. Called
-by the trainer between the log-probability passes and the first optimizer step.
+A rank's share of a rollout becomes the dict that custom functions see (`slimrl.hooks.train_hooks`), and columns again
+afterwards. That is between the log-probability passes and the first optimizer step. What a function leaves there is
+checked against the samples; a function that raises is named with its flag.
 
-Advantages per response token of one rank's samples, from the rewards that came with them.
-
-The user's functions around a rank's training, found once and called where docs/hooks.md says.
-
-Promises that a function which raises is named with its flag, and that what it leaves behind fits the samples. Owned by
-the trainer; custom losses and corrections have a home of their own in `own_loss` and `own_parts`.
+docs/hooks.md says when each is called. Custom losses are in `custom_loss`, custom corrections and reducers in `loss`.
 """
 
 from __future__ import annotations

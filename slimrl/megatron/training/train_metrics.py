@@ -1,9 +1,8 @@
-"""What training knows of a rollout as plain means over its samples, and how fast it was trained on.
+"""Training metrics: means over a rollout's samples, throughput, and the metrics of each optimizer step.
 
-Promises the same numbers in every layout: sums in float64 over the data-parallel ranks, in one collective. Called by
-the trainer, once per rollout. Names: `slimrl.observability.metrics.registry`.
-
-Adds up what micro-batches and data-parallel ranks report about one optimizer step, and tells every rank.
+Sums are in float64 over the data-parallel ranks, so that the numbers are the same in every parallel layout. Every rank
+gets the same values, except for the seconds. A custom metric must not take the name of a built-in one. Names are in
+`slimrl.observability.metrics.registry`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""DeepSeek-V3 and R1, and Moonlight: latent attention, dense layers first, then experts chosen by biased scores.
+"""Weight tables of DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) and of Kimi-K2 (`kimi_k2`).
 
-The layer after the last one predicts a further token; it is carried over from the original folder, not trained.
-
-Kimi-K2: DeepSeek-V3's architecture under a model_type of its own.
+Latent attention; the first layers are dense, the others have experts chosen by scores with a bias. Kimi-K2 has the same
+architecture under a model_type of its own. The MTP layer after the last one is not trained: its tensors are copied from
+the original folder.
 """
 
 from __future__ import annotations

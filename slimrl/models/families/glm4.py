@@ -1,11 +1,10 @@
-"""GLM-4 (dense): norms after attention and feed-forward too; gate and up projection stored as one tensor.
+"""Weight tables of GLM-4 (`glm4`), GLM-4.5 and 4.6 (`glm4_moe`) and GLM-4.7-Flash (`glm4_moe_lite`).
 
-GLM-4.5 and 4.6: dense layers first, then experts with a bias on their choice and a shared expert.
+GLM-4 is dense, with norms after attention and MLP too; gate and up projection are stored as one tensor.
 
-Query and key norms and attention biases are there or not by config.json. The layer after the last one predicts a
-further token; it is carried over from the original folder, not trained.
-
-GLM-4.7-Flash: GLM-4.5's experts with DeepSeek-V3's latent attention, which together are DeepSeek-V3's tensors.
+GLM-4.5 and 4.6 have dense layers first, then experts with a selection bias and a shared expert. config.json says
+whether there are query and key norms and attention biases. GLM-4.7-Flash adds DeepSeek-V3's latent attention and has
+DeepSeek-V3's tensors. MTP layers of both are not trained: their tensors are copied from the original folder.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
-"""What a family's table is made of: `Row` (one Megatron tensor and its Hugging Face parts) and `Family`.
+"""`Row` maps a Megatron tensor to its Hugging Face tensors, `Family` is a model's table of rows; the shared rows.
 
-A table is data only; `slimrl.weights.reshard` holds the arithmetic that moves a row in either direction. Called by
-the loader, the exporter, the converters and the checks, so that they cannot disagree about a name.
+A table is data only; `slimrl.weights.reshard` has the arithmetic. Loader, exporter, converters and checks all read it,
+so that they agree on every name. The rows here are those that families share: dense layers, experts, latent attention.
 
-The rows that dense decoder families share: embedding, attention, gated MLP, RMS norms, head.
-
-The rows of mixture-of-experts layers: router, experts, shared experts.
-
-Hugging Face's published layout has one tensor per expert and projection; families differ in the names of the shared
-experts only. Megatron-core keeps experts one by one (SequentialMLP) or grouped (Transformer Engine).
-
-The rows of multi-head latent attention: queries and keys-values pass through narrow, normalised vectors.
-
-A query latent is there or not by config.json. The projections down to the latents are whole on every tensor-parallel
-rank; those up from them are divided by heads. Rotary channels stay in the stored order (pairs side by side), which
-is the one that megatron-core's latent attention expects too. Engines keep both projections down as one matrix, which
-they only write when they are given both at once.
+Experts: Hugging Face has one tensor per expert and projection; megatron-core keeps experts one by one (SequentialMLP)
+or grouped (Transformer Engine). Latent attention: config.json says whether queries have a latent. Down-projections are
+replicated over tensor-parallel ranks, up-projections are divided by heads. Rotary channels keep the stored order
+(adjacent pairs), which megatron-core expects too. Engines fuse both down-projections and need them in one update.
 """
 
 from __future__ import annotations

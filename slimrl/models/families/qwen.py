@@ -1,8 +1,8 @@
-"""Qwen2 and Qwen2.5, dense and with experts: biases on queries, keys and values only; a gated shared expert.
+"""Weight tables of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
 
-Qwen3, dense and with experts: normalised queries and keys, no biases.
-
-MiMo (dense): Qwen2's layers, and layers that predict further tokens, carried over from the original folder.
+Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert where there are experts. Qwen3
+has query and key norms and no biases. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their tensors
+are copied from the original folder.
 """
 
 from __future__ import annotations

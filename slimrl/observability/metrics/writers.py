@@ -1,11 +1,9 @@
-"""One W&B run, written by a thread of the driver, so that the service can neither hold up nor end the training.
+"""Metric writers: the protocol that the run log calls (`Charts`), TensorBoard and W&B. Prometheus is in `prometheus`.
 
-The first failure is logged, with what to do about it, and ends the writing; training goes on. The package `wandb` is
-imported by that thread, and only where `--use-wandb` asks for it.
+Every value is written with its axis (`metrics.axis_of`).
 
-Where scalars go besides the summary: what the run log asks of such a place, and TensorBoard.
-
-The other places are `wandb_run` and `prometheus`. Whoever is told a number is told its axis too (`metrics.axis_of`).
+W&B runs in a thread of the driver, so that the service can neither delay nor end training. Its first failure is logged
+with what to do about it and ends the writing; training continues. That thread imports `wandb`, only with `--use-wandb`.
 """
 
 from __future__ import annotations

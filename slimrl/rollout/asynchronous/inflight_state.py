@@ -1,13 +1,11 @@
-"""Groups that were drawn from the data source and not yet trained on, as part of what a checkpoint knows of the data.
+"""Checkpoint state of groups that were taken from the data source and are not trained on yet.
 
-Promises that a run with continuous generation goes on with all of them, and that any other run does so too. Columns
-with an entry per token are packed into text: a list of numbers takes many times as long to write, and training waits
-for it. Written by the rollout loop, read by the rollout manager when a run is resumed.
+A resumed run gets all of them back, whether it is fully asynchronous or not. The rollout loop writes the state, the
+rollout manager reads it.
 
-Values of the user's as plain data, which any checkpoint can hold: numbers, text, lists, tuples and dicts.
-
-Subclasses (numpy's float64, enumerations, defaultdict) and scalars of numpy and torch become what they stand for;
-anything else is refused by its place. Pure; used where groups of samples become part of a checkpoint.
+Columns with an entry per token are packed into text: lists of numbers take many times as long to write, and training
+waits. Custom values become plain data (numbers, text, lists, tuples, dicts). Subclasses and scalars of numpy and torch
+are converted; anything else is rejected with its place in the sample.
 """
 
 from __future__ import annotations

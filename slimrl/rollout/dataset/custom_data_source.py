@@ -1,12 +1,10 @@
-"""`--data-source-path`: a data source of the user's in the place of the built-in one.
+"""Data sources other than the built-in one: a custom class (`--data-source-path`), or recorded rollouts.
 
-Promises that what it hands out is checked and complete (tokens, indices), and that its place is part of the
-checkpoint. Called by the rollout manager, which opens the data source here.
+The rollout manager opens the data source here. Groups of a custom class are checked and completed (tokens, indices),
+and its position is part of the checkpoint.
 
-Recorded rollouts in the place of generated ones (`--load-debug-rollout-data`, `--load-forge-rollout-data`).
-
-Promises the very samples of the dump, in groups, and a data source that moves on as if it had generated them. Called
-by the rollout manager.
+`--load-debug-rollout-data` and `--load-forge-rollout-data` replay the samples of a dump in their groups; the data
+source advances as if it had produced them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Groups of samples over the training prompts, without end: each prompt once per epoch of its set, resumable exactly.
+"""The built-in data source: an endless, exactly resumable sequence of sample groups, and a buffer of waiting groups.
 
-Groups that wait in the buffer go before new prompts. A restored state gives the same next groups. Called by the
-rollout loop; `--data-source-path` puts a class of the user's in its place (`slimrl.rollout.dataset.custom_data_source`).
+Each prompt comes once per epoch of its set. A restored state gives the same next groups. `--data-source-path` puts a
+custom class in its place (`slimrl.rollout.dataset.custom_data_source`).
 
-Groups that wait for a later rollout: unfinished ones, and finished ones for which a full rollout had no place.
-
-Promises that a group comes out exactly once, whatever `--buffer-filter-path` does, and that the state it gives is a
-copy. Owned by the data source, which hands these groups out before new prompts and saves them with its position.
+The buffer holds groups for a later rollout: unfinished ones, and finished ones that a full rollout had no room for.
+They come before new prompts and are saved with the position. A group leaves the buffer exactly once, whatever
+`--buffer-filter-path` does.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The prompts of `--prompt-data`: one set, or several from which each prompt is drawn with the set's probability.
+"""The prompts of `--prompt-data`: one set, or a mixture that samples each prompt's set by its probability.
 
-Promises that which set the n-th prompt comes from depends only on `--rollout-seed` and n, and that each set keeps its
-own epochs. Called by the data source.
-
-The order in which one set's prompts are drawn: epoch after epoch, each usable prompt once in each, resumable.
-
-The order of an epoch is `random.Random(seed + epoch).shuffle` over the row numbers, for the first set; a further set
-of a mix has its own. Called by the data source, once per set of `--prompt-data`.
+Which set the n-th prompt comes from depends only on `--rollout-seed` and n. Each set keeps its own epochs: every usable
+prompt once per epoch, resumable. The order of an epoch is `random.Random(seed + epoch).shuffle` over the row numbers
+for the first set; each further set has its own seed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Turns data rows into prompts: text or chat messages to token ids, with label and metadata beside them.
+"""Turns data rows into prompts: text or chat messages to token ids, with label and metadata.
 
-Every row becomes exactly one prompt, or says why not: it is bad, or longer than the limit. Called by the training data
-source, which makes prompts as it draws them, and by evaluation, which makes all of a set at once; both see a row alike.
+Every row becomes exactly one prompt or is rejected with a reason: a bad row, or one above the length limit. Training
+makes prompts as it needs them (`PromptRows`), evaluation makes all of a set at once; both read a row alike.
 
-The prompts of one training set, made from its rows as they are drawn; bad rows are named, counted and limited.
-
-Promises that a set is open in a fraction of a second per million rows, and that every row is read once and checked
-before the first training step: a thread does so, and `fingerprint` waits for it. Called by the data source.
+A training set opens in a fraction of a second per million rows. A thread reads and checks every row once before the
+first training step, and `fingerprint` waits for it. Bad rows are named, counted and limited (`--max-bad-rows`).
 """
 
 from __future__ import annotations

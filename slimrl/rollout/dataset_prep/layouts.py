@@ -1,12 +1,8 @@
-"""Pairs of a preferred and a rejected answer, from the layouts in which preference sets are published.
+"""Row layouts of published data sets: preference pairs, and problems with an answer that can be checked.
 
-Every pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (texts of the assistant).
-Called by `tools/prepare_data.py`.
-
-Problems with an answer that can be checked, from the columns in which they are published.
-
-Which layout a row has is told by its columns, not by the name of its set: the same set is published in several.
-Called by `tools/prepare_data.py`.
+A pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (texts of the assistant). A problem
+becomes `prompt`, `label` and `metadata`. The layout is recognised by the columns, not by the name of the set: one set
+is published in several layouts.
 """
 
 from __future__ import annotations

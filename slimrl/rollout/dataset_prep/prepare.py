@@ -1,12 +1,8 @@
-"""From the files of a published set to one `.jsonl` file per split, with an account of every row.
+"""From a published data set (file, folder or Hugging Face id) to one `.jsonl` file per split.
 
-Promises that a file appears whole or not at all, that nothing is overwritten, and that each row read is written,
-counted as a repetition, counted as left out, or bad. Called by `tools/prepare_data.py`.
-
-Finds and reads the files of a published data set: a file, a folder or an id of the Hugging Face hub.
-
-Promises that every row comes with its address, and one that is not an object as a BadRow. Called by
-`tools/prepare_data.py`.
+A file appears complete or not at all, and nothing is overwritten. Every row that is read is counted: written, repeated,
+skipped or bad. Each row comes with its address; one that is not a JSON object is a BadRow. tools/prepare_data.py calls
+it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The groups of one rollout that are on their way: launched, awaited in the order they finish, and landed.
+"""The groups of one rollout that are in flight, and the dynamic sampling filter on those that finish.
 
-Promises that no task outlives `cancel`, and that landing gives back every group that was launched and not handed out,
-once. Made by the rollout loop for one rollout.
+Groups come out in the order in which they finish. No task outlives `cancel`. Ending a rollout early returns, once,
+every group that was submitted and not handed out. With `--partial-rollout` such groups keep what was generated.
 
-Sorts the finished groups of one rollout into those that are trained on and those that the filter drops.
-
-Promises that a filter which never passes ends the run with a sentence. Made by the rollout loop for one rollout.
+A dynamic sampling filter that drops too many groups in a row ends the run with an error. Groups are sorted by index
+afterwards, so that the batch does not depend on the order in which they finished.
 """
 
 from __future__ import annotations

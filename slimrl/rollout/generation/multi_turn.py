@@ -1,16 +1,11 @@
-"""Building up a response piece by piece: what an engine adds, what a tool answers, and turns of both.
+"""Building a response: appending engine output and tool output, the multi-turn tool loop, stop strings, stop tokens.
 
-Promises token in, token out: what an engine has generated is never tokenised again, so training sees the very tokens
-that were sampled. Called by the built-in generation and by `--custom-generate-function-path` functions.
+Token in, token out: engine output is never tokenised again, so that training sees the very tokens that were sampled.
+The built-in generation and functions of `--custom-generate-function-path` use it.
 
-Where a response that was cut off and continued ends: an engine looks for stop strings in what it adds only.
-
-Called for continued samples; promises that cutting a response changes neither its text nor where it stops.
-
-The tokens that end a response by themselves, as the engines know them.
-
-An engine that aborts a request does not look whether its last token is one of these: going on behind it would train on
-what no engine would have written.
+An engine looks for stop strings only in what it adds. `end_at_stop_string` finds those that begin before the seam of a
+continued response; cutting a response changes neither its text nor where it stops. `stop_tokens` are the end tokens
+that engines know: an aborted request may end with one, and must not be continued after it.
 """
 
 from __future__ import annotations

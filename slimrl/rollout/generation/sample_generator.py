@@ -1,13 +1,11 @@
-"""From one pending sample to a finished, judged one: token ids in, token ids out, then the reward.
+"""Generates and scores one sample: token ids in, token ids out, then the reward.
 
-Every failure on the way becomes one `SampleError` that names the sample, its prompt and the cause.
-Called by the rollout loop and by evaluation, one asyncio task per sample.
+The rollout loop and evaluation run one asyncio task per sample. Every failure becomes one `SampleError` that names the
+sample, its prompt and the cause.
 
-Samples in which a function of the user's raised: they end the run, or are skipped up to a limit.
-
-Promises that only functions of the user's are forgiven, never an engine, a grader, a reward service or slimrl itself,
-also where such a function met its failure, and that every failure that is skipped is counted and logged.
-Used by `Flights`.
+With `--skip-failed-samples`, samples in which a custom function raised are skipped, counted and logged, up to
+`--max-failed-samples`. Failures of an engine, a grader, a reward service or slimrl itself are never skipped, also where
+a custom function was the one that met them.
 """
 
 from __future__ import annotations
@@ -216,8 +214,8 @@ class SampleMaker:
         if self._args.custom_convert_samples_to_train_data_path is None:
             raise TypeError(
                 f"{path} returned {count} samples for one, and a rollout has --rollout-batch-size x"
-                " --n-samples-per-prompt of them: return one sample (slimrl.rollout.generation.multi_turn makes one of several turns),"
-                " or give --custom-convert-samples-to-train-data-path, a function that makes the rows to train on"
+                " --n-samples-per-prompt of them: return one sample (slimrl.rollout.generation.multi_turn makes one of"
+                " several turns), or give --custom-convert-samples-to-train-data-path, a function that makes the rows to train on"
             )
 
     async def _continue(self, sample: Sample, params: dict[str, Any], engine: EngineClient) -> None:

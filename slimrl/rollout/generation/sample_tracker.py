@@ -1,21 +1,13 @@
-"""Which samples somebody works on right now, since when, and where their tasks stand.
+"""Tracks samples in work: stages for the watchdog, timeline spans, a blocked event loop, the current sample.
 
-Kept by the sample maker, read from another thread when the driver wonders what it is waiting for.
+Stages: which samples are in work, since when, and at which line. The driver's watchdog reads them from another thread.
+The blocked-loop check tells a busy event loop from one that a custom function blocks, and names its line.
 
-What the timeline shows of samples: their requests, what happens between these, and their rewards.
+Timeline: one span per engine request, from when it was sent, with the wait before that in `waited_ms`; at most
+`--timeline-requests` spans per track and rollout, the others are counted.
 
-Promises one span on the track "requests" per request that an engine was asked, from the moment in which it was sent,
-with how long it had waited before in `waited_ms`; and at most `limit` spans on each track per rollout, the others
-being counted. Made by the rollout manager, used by the sample maker.
-
-Tells an event loop that is merely busy from one that a function blocks, and names the function's line.
-
-Asked from another thread than the loop's. Used by the rollout manager, in which functions of the user's run.
-
-The sample that a function of the user's makes right now, for helpers that are given neither engine nor sample.
-
-`slime.utils.http_utils.post` is such a helper: it is told a URL and a payload. One context variable per task, set by
-the sample maker around each call of the function, and so seen by every task that the function begins.
+Current sample: helpers such as `slime.utils.http_utils.post` get a URL and a payload only. A context variable, set
+around each call of a custom function, gives them engine and sample, also in tasks that the function starts.
 """
 
 from __future__ import annotations

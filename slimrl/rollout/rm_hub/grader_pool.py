@@ -1,11 +1,10 @@
-"""Graders in processes of their own, a few of them, each killed when one answer takes too long.
+"""Graders in a few processes of their own, each killed when one answer takes too long.
 
-A response can make any parser hang, so nothing that judges one runs in the caller's process. One thread speaks to all
-processes; they start when first needed and end with the pool or its process. Owned by the reward scorer.
+A response can make any parser hang, so nothing that grades it runs in the caller's process. One thread of the pool
+serves all grader processes. They start when first needed and end with the pool or its process.
 
-One grader process and its pipes: requests go in as JSON lines, replies come back in the same order.
-
-Never blocks and starts no thread; driven by the pool's thread, which owns it.
+Requests and replies are JSON lines over pipes, replies in the order of the requests (`grader_worker` is the other end).
+A `GraderProcess` never blocks and starts no thread.
 """
 
 from __future__ import annotations

@@ -1,20 +1,9 @@
-"""Instructions about what a response says: keywords, language, case, beginnings and ends, the prompt repeated.
+"""Verifiable instructions, as in IFEval (Zhou et al., 2023) and IFBench: format, counts, content, language.
 
-Instructions about the form of a response: lists, sections, highlights, titles, placeholders, JSON.
+`of_metadata` reads and checks the instructions of a sample: `metadata.instruction_id_list`, with the values of each in
+`metadata.kwargs`. `followed` checks a response against them.
 
-Instructions that count: words, sentences, paragraphs, letters, keywords, capitals.
-
-Words, sentences and paragraphs of a response, and the relations that instructions count with.
-
-Which language a text is in, by py3langid, whose model for 97 languages comes with the package.
-
-Which instructions exist, and checking a response against a list of them.
-
-Data sets name them in `metadata.instruction_id_list` with the values of each in `metadata.kwargs`, as IFEval does.
-
-Checks of instructions that a program can verify, in the manner of IFEval (Zhou et al., 2023) and IFBench.
-
-Everything needed is here; nothing is fetched. `of_metadata` reads what a data set asks for, `followed` checks it.
+Nothing is downloaded. Languages are told by py3langid, whose model of 97 languages comes with the package.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Rewards from a reward model behind SGLang servers (`--rm-type reward_model --rm-model ...`).
+"""Rewards from a reward model on SGLang servers (`--rm-type reward_model --rm-model ...`).
 
-Sends token ids to `/classify` and takes the one number of the reply, a logit of any sign. Promises at most
-`--rm-concurrency` requests in flight per server, a bound on every wait, that what a lost server does not judge another
-does, and that what goes wrong is an error that names the server, never a reward of 0. Owned by the reward scorer.
+Sends token ids to `/classify` and takes the one number of the reply, a logit of any sign. At most `--rm-concurrency`
+requests are in flight per server, and every wait is bounded. Samples of a lost server are scored by another. A failure
+is an error that names the server, never a reward of 0.
 
-What a reward model reads of a sample: its own tokenizer's ids of a conversation or a text, or the policy's ids.
-
-Promises that nothing is cut off but the policy's marks for the end of its turn (a template sets its own), and that no
-special token is added but those of the reward model's own template (or,
-for text, of its own tokenizer). Made and used by the reward model.
+The ids are those of the conversation or the text by the reward model's own tokenizer, or the policy's ids. Only the
+policy's end-of-turn tokens are cut off, since a chat template adds its own, and only special tokens of the reward
+model's template or tokenizer are added.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The rules that judge a response in a grader's process, by name; pure functions of text.
+"""The rule-based graders by name: pure functions of text, run in a grader process.
 
-Called by `grader_worker` with what `builtin` packed on the other side of the pipe.
-
-Multiple choice in the manner of GPQA: which letter a response settles on, or which choice it spells out.
-
-Word overlap of two answers in plain language: the F1 score of the SQuAD evaluation (Rajpurkar et al., 2016).
-
-Finding the final answer of a response: the content of its last `\boxed{...}`, and where its own text ends.
+`registry` packs a request, `grader_worker` calls `judge`. Here are the parts that the rules use: the final answer of a
+response (its last `\\boxed{...}`, and the end of its own text), multiple choice as in GPQA (the letter that a response
+settles on, or the choice that it spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
 """
 
 from __future__ import annotations

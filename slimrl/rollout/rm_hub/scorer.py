@@ -1,15 +1,10 @@
-"""Which reward judges a sample, and judging it: the user's function or a built-in grader, each within a time limit.
+"""Scores samples: by a custom function, a built-in grader or a reward service, each within a time limit.
 
-A grader without a verdict (time limit, crash) gives the reward of a wrong answer and leaves its reason in
-`sample.metadata["reward_failure"]`, which the metrics count; a failing user function or reward service is an error.
-Created and closed by the rollout generator; `async_rm` is the door for user code.
+A grader that gives no score (time limit, crash) counts as a wrong answer and leaves its reason in
+`sample.metadata["reward_failure"]`, which the metrics count. Where too many answers of a rollout have none
+(`--rm-failure-limit`), the run ends before it trains on them. A failing custom function or reward service is an error.
 
-What a user's reward function returned, checked; and the time it may take.
-
-When too many answers of a rollout got no verdict for their rewards to mean anything (`--rm-failure-limit`).
-
-One answer without a verdict counts as wrong and is counted; this ends the run where the graders themselves are broken.
-Called by the rollout manager on every rollout before it is trained on.
+The rollout generator owns the scorer. Custom code calls it by `async_rm`. What a custom function returns is checked.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""From a Hugging Face folder to a torch_dist checkpoint, by the same table that loads one into a model.
+"""Loads a Hugging Face checkpoint into a Megatron model, or converts it to a torch_dist checkpoint without a model.
 
-Promises what megatron-core's own save of the loaded model would write, entry for entry, without that model: each
-weight is read memory-mapped, put in order and written before the next. The folder appears whole or not at all;
-several processes may share the work.
+Both follow the family's table. Every parameter is written exactly once and every stored tensor is used, or an error
+names the tensor.
 
-Loads a Hugging Face checkpoint into this rank's part of a Megatron model.
-
-Promises that every parameter is written exactly once and every stored tensor is used, or a refusal that
-names the tensor. Each rank reads only its own slices of the memory-mapped files; no communication.
+Loading: each rank reads its own slices of the memory-mapped files; there is no communication. Converting: the result is
+what megatron-core's save of the loaded model would be, entry by entry; one weight at a time is in memory, the folder
+appears complete or not at all, and several processes may share the work.
 """
 
 from __future__ import annotations

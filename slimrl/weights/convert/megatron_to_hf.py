@@ -1,14 +1,11 @@
-"""From a torch_dist checkpoint back to a Hugging Face folder, by the same table that loads one.
+"""Writes a Hugging Face folder from a torch_dist checkpoint (converter), or from the weights in training (export).
 
-Promises a folder with every tensor of the original exactly once, in the original's dtypes, beside the
-original's tokenizer and config; it appears whole or not at all. Holds a few rows or one layer's tensors at a time.
-Needs no model and no GPU; several processes may share the work.
+The folder appears complete or not at all. It has every tensor of the original folder exactly once, in the original's
+dtypes, with the original's tokenizer and config.
 
-One export of the trained weights into a Hugging Face folder, written by all ranks, each its own files.
-
-Promises a folder that appears whole or not at all, with every tensor of the original exactly once, in the original's
-dtype, beside its tokenizer and config; and that a rank which cannot write still gathers to the end, because others of
-its groups wait for it. Called when a checkpoint is saved.
+The converter needs no model and no GPU, holds a few rows or one layer's tensors at a time, and several processes may
+share the work. The export runs when a checkpoint is saved: all ranks take part, each writes its own files, and a rank
+that cannot write still gathers to the end, because other ranks of its groups wait for it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Packs named tensors into flat byte buffers of bounded size, the unit in which weights travel.
+"""Packs tensors into flat byte buckets of bounded size for a weight update, and the transports that send them.
 
-Promises that every tensor is in exactly one bucket, in order, without gaps between tensors, so that a
-receiver can find each by its byte offset; the last bucket knows that it is the last.
+Every tensor is in exactly one bucket, in order and without gaps, so that a receiver finds each by its byte offset. The
+last bucket is marked as the last.
 
-The ways that the buckets of one push take side by side: what each can do, and all of them together.
-
-Promises that the failure of one way does not end the others. Used by `sync`.
+`Transport` is the interface of the ways to send a bucket. A weight update runs several of them side by side; the
+failure of one does not end the others.
 """
 
 from __future__ import annotations

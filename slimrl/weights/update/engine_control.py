@@ -1,11 +1,9 @@
-"""What weight sync asks of one inference server, doing it on several servers at once, and how they stand afterwards.
+"""What a weight update asks of an inference server: the calls, running them on all servers at once, their timeline.
 
-`ServerControl` is a protocol: the object behind it lives in the room that talks to the engine. Promises that
-an error names the server it came from.
+`ServerControl` is a protocol; its implementation is in the package that talks to the engine. Errors name their server.
+After a failed update, `states` reports the weight version of each server, or why it does not answer.
 
-A server's control that notes in the timeline how long each call to the server took, as the server's own time.
-
-Made by `WeightUpdater` for every server, where a timeline is recorded; raises what the server's control raises.
+`traced` records how long each call took, as the server's own row in the timeline. It raises what the control raises.
 """
 
 from __future__ import annotations

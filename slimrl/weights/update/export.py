@@ -1,15 +1,11 @@
 """A Megatron model's weights as full Hugging Face tensors, gathered over every group that divides the model.
 
-Promises every HF name exactly once, in the order of the table, without vocabulary padding; a tied head is left out.
-Collective: the ranks that want them get the full tensors, one row at a time, so that no second copy of the model is
-held anywhere, and others only what they must pass on. Called by the weight updater and by whoever saves Hugging Face
-files.
+Every HF name comes exactly once, in the table's order, without vocabulary padding; a tied head is left out.
 
-Which ranks need which tensors during an export, so that nothing is brought or gathered where nobody wants it.
-
-An export has two steps for each tensor: it is brought along the pipeline and among expert ranks to those that do not
-hold it, and then the shards of a tensor-parallel group become the full tensor. Every rank of a group computes the same
-decisions, because all of them have the same answers of that group. Called by the exporter.
+Collective. One row at a time is gathered, so that there is never a second copy of the model. Only receiving ranks get
+the full tensors; the others hold only what they must pass on. A tensor takes two steps: broadcast along the pipeline
+and among expert ranks to those that lack it, then a gather over its tensor-parallel group. `Needs` decides which of
+these are needed; all ranks of a group decide alike, because they have the same answers from it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Weights to servers on other slots: buckets broadcast from trainer rank 0 to every engine rank.
+"""Weight transport to servers on other GPUs: trainer rank 0 broadcasts buckets to every engine rank.
 
-The group is joined by the trainer as rank 0 and by each server's ranks behind it. Promises an error within
-the time limit, naming the server, where one refuses a bucket instead of receiving it.
+The trainer is rank 0 of the group, the servers' ranks follow. A server that rejects a bucket instead of receiving it is
+an error within the time limit, which names the server.
 
-A store of torch's that listens on one address: torch itself opens the port on all of them, whatever host it is told.
-
-Called by whoever opens a process group across processes that share no folder.
+`listening_store` is a torch TCPStore that listens on one address only; torch itself would listen on all of them. It is
+for process groups across processes that share no folder.
 """
 
 from __future__ import annotations

@@ -1,22 +1,13 @@
-"""Buckets in memory that an inference server on the same machine opens without a copy over the wire.
+"""Weight transport to servers on the same GPUs: buckets in shared memory, references to them by HTTP.
 
-On the CPU the memory is an anonymous file reached through /proc: it has no name to leave behind and is gone
-with its last user, even after SIGKILL. On CUDA it is a device allocation handed over by an IPC handle, named
-by the GPU's UUID because sender and receiver may number their GPUs differently.
+On CUDA a bucket is a device allocation, opened by an IPC handle with the GPU's UUID, since sender and receiver may
+number GPUs differently. On the CPU it is an anonymous file opened through /proc, which is gone with its last user, even
+after SIGKILL. It gets pages of 2 MiB, asked for explicitly (Linux 6.1 and later): mapping pages of 4 KiB anew for each
+bucket was measured at 6 GB/s instead of 16.
 
-Weights to servers on the same slots: buckets in shared memory, references by HTTP.
-
-Every rank of an engine gets the reference made by the trainer rank that shares its memory: on CUDA the one on its own
-slot, on the CPU one of its node. The trainer rank that serves an engine's first rank speaks to its server.
-
-A server has read a bucket when it answers, except for later pipeline stages: for engines that have them the memory is
-kept until `release`.
-
-Turns the pages of an anonymous file into large ones (2 MiB), which other processes map almost for free.
-
-A receiver maps a bucket anew each time, and with pages of 4 KiB that costs it more than the copying: it was measured to
-read 6 GB/s instead of 16. Large pages are asked for explicitly (Linux 6.1 and later), so that the machine's setting for
-shared memory, mostly "never", does not matter. Called by the shared-memory buffer.
+On CUDA an engine rank gets the reference of the trainer rank on the same GPU, on the CPU that of one on its node. The
+trainer rank of an engine's first rank talks to its server. A server that answers has read the bucket, except for later
+pipeline stages: for those the memory is kept until `release`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""How an engine's ranks hold the weights: which Hugging Face tensors it joins, how it divides and pads them.
+"""Checks of weight updates: a cheap one of every update, and a full one with --check-weight-update-equal.
 
-The facts were read from SGLang 0.5.20. Used by the proof of equality alone: a push sends Hugging Face tensors, and the
-engine lays them out.
+The full check compares every tensor of every server bit for bit. It lays the trainer's tensors out as the engine's
+ranks hold them (joined, divided, padded), hashes them and compares with the hashes that each server computes over its
+own memory; buckets and transports have no part in it. Servers hash host memory with SHA-256 and GPU memory with a tiled
+32-bit mix, both over raw bytes. Layouts and formulas were read from SGLang 0.5.20 and are reimplemented here.
 
-The proof behind --check-weight-update-equal: every tensor in every server equals the trainer's, bit for bit.
-
-The trainer lays its tensors out as the engine's ranks hold them, hashes them and compares with the hashes
-that each server computes over its own memory; buckets and transports take no part in it.
-
-The checksums by which SGLang's /weights_checker names the content of a tensor, computed from our own tensor.
-
-A server hashes tensors in host memory with SHA-256 and tensors on a GPU with a tiled 32-bit mix; both are
-functions of the raw bytes alone. The formulas were read from SGLang 0.5.20 and are written anew here.
-
-The cheap check of every push: what is sent is exactly the model of the table, tensor by tensor.
-
-Names, order, shapes and bytes are compared, not values: that costs microseconds per tensor. Values are compared by
-`slimrl.weights.update.verify`. Called by the weight updater for each bucket.
+The cheap check runs in every update, bucket by bucket: names, order, shapes and bytes must be those of the family's
+table. It takes microseconds per tensor and does not look at values.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Units behind (or a currency before) an answer: split off, and brought to one measure where both are known.
+"""Numbers and units in math answers: exact rationals, and units or currencies that are split off and converted.
 
-The table holds what short answers use; a unit that is not in it is compared as a word.
+Numbers are integers, decimals, fractions, mixed numbers and powers of ten. None is built with more digits than its
+spelling has, except for powers of ten, which are bounded.
 
-Exact rational numbers as answers write them: integers, decimals, fractions, mixed numbers, powers of ten.
-
-No number is built that has more digits than its spelling, powers of ten aside, which are bounded.
+The table has the units of short answers. Units that it knows are converted; others are compared as words.
 """
 
 from __future__ import annotations
