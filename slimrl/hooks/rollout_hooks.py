@@ -60,8 +60,8 @@ class CustomGenerate(Hook, Protocol):
 
     `evaluation` tells whether the sample is for evaluation, `engine` is the client of the engines
     (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. When the engine answers with the
-    finish reason "abort", the rollout is full: return the sample with status ABORTED; where `--partial-rollout` is on, the
-    function is called with it again, to continue it.
+    finish reason "abort", the rollout is full: return the sample with status ABORTED; where `--partial-rollout` is on,
+    the function is called with it again, to continue it.
     """
 
     offered = ("evaluation", "engine", "tokenizer")
