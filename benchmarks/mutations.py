@@ -27,24 +27,24 @@ from pathlib import Path
 LIMIT_S = 120.0  # for the tests of one mutation
 REPOSITORY = Path(__file__).resolve().parents[1]
 # modules with a test file of the same name
-_NAMESAKES = (
-    "algorithms/advantages algorithms/kl algorithms/reduction algorithms/returns data/loss_mask data/packing"
-    " data/version_spans weights/buckets"
-)
+_NAMESAKES = "algorithms/kl algorithms/reduction"
 # other modules, and the test files that are to notice a fault in them, quickest first
 _OTHERS = (
     ("algorithms/off_policy algorithms/policy_loss", "algorithms/off_policy algorithms/policy_loss"),
-    ("algorithms/log_probs algorithms/output_log_probs algorithms/softmax_sums",
-     "algorithms/log_probs algorithms/output_log_probs"),
-    ("data/batch", "data/batch rollout/group_reward"),
-    ("data/bins", "data/bins data/packing"),
-    ("data/bad_row data/data_path data/jsonl data/parquet data/readers"
-     " rollout/prompts rollout/prompt_mix rollout/prompt_order rollout/prompt_rows",
+    ("algorithms/returns", "algorithms/returns algorithms/advantages"),
+    ("algorithms/log_probs", "algorithms/log_probs algorithms/output_log_probs"),
+    ("data/train_batch", "data/batch data/packing rollout/group_reward"),
+    ("data/sample", "data/version_spans compatibility/slime_modules"),
+    ("data/bin_packing", "data/bins data/packing"),
+    ("data/prompt_format data/dataset_spec data/parquet data/readers"
+     " rollout/dataset/prompt_dataset rollout/dataset/dataset_mixture",
      "data/readers rollout/prompts rollout/data_source"),
-    ("rollout/staleness", "rollout/staleness rollout/continuous"),
-    ("rollout/drawn rollout/metrics rollout/buffer",
+    ("rollout/asynchronous/staleness", "rollout/staleness rollout/continuous"),
+    ("rollout/asynchronous/inflight_state rollout/metrics rollout/dataset/data_source",
      "rollout/metrics rollout/drawn rollout/buffer rollout/partial rollout/accounting"),
-    ("weights/names weights/megatron_names weights/layout weights/engine_layout",
+    ("rollout/sft_rollout", "data/loss_mask rollout/sft_rollout"),
+    ("weights/update/buckets", "weights/buckets"),
+    ("weights/reshard weights/update/verify",
      "weights/layout weights/experts weights/engine_layout weights/hf_export weights/manifest"),
 )  # fmt: skip
 TESTS = {

@@ -37,15 +37,15 @@ OFFERS = (
     Offer(
         "slime.utils.http_utils",
         "post",
-        f"{_HERE}.requests:post",
+        f"{_HERE}.rollout_helpers:post",
         "to the run's router it goes through the run's own client: its limit, retries, key, and its end when the"
         " rollout is full; HTTP 4xx and redirects fail at once; a call elsewhere may take 600 s",
     ),
-    Offer("slime.utils.http_utils", "get", f"{_HERE}.requests:get", "fails as `post` does, tried once"),
+    Offer("slime.utils.http_utils", "get", f"{_HERE}.rollout_helpers:get", "fails as `post` does, tried once"),
     Offer(
         "slime.rollout.sglang_rollout",
         "GenerateState",
-        f"{_HERE}.generate_state:GenerateState",
+        f"{_HERE}.rollout_helpers:GenerateState",
         "`args`, `tokenizer`, `processor` (None), `semaphore`, `sampling_params`, `aborted`, `dp_rank_context`; no"
         " `pendings` and `submit_generate_tasks`. The tokenizer runs code of the checkpoint with"
         " `--sglang-trust-remote-code` alone, and requests are limited by the client, not by `semaphore`",
@@ -53,24 +53,24 @@ OFFERS = (
     Offer(
         "slime.rollout.sglang_rollout",
         "generate",
-        f"{_HERE}.generate_state:generate",
+        f"{_HERE}.rollout_helpers:generate",
         "within `--custom-generate-function-path` only; continues `sample.tokens`, which hold the prompt",
     ),
     Offer(
         "slime.rollout.sglang_rollout",
         "get_model_url",
-        f"{_HERE}.generate_state:get_model_url",
+        f"{_HERE}.rollout_helpers:get_model_url",
         "there is one model: another name than `default` or `actor` is refused",
     ),
     Offer(
         "slime.rollout.base_types",
         "RolloutFnTrainOutput",
-        f"{_HERE}.outputs:RolloutFnTrainOutput",
+        f"{_HERE}.rollout_helpers:RolloutFnTrainOutput",
     ),
     Offer(
         "slime.rollout.base_types",
         "RolloutFnEvalOutput",
-        f"{_HERE}.outputs:RolloutFnEvalOutput",
+        f"{_HERE}.rollout_helpers:RolloutFnEvalOutput",
         "`metrics` are refused: return them per set",
     ),
     Offer("slime.rollout.rm_hub", "async_rm", "slimrl.rollout.rm_hub:async_rm", "graders in processes of their own"),
@@ -143,34 +143,34 @@ OFFERS = (
         )
         for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
     ),
-    Offer("slime.utils.async_utils", "run", f"{_HERE}.background:run", "may be called within an event loop too"),
-    Offer("slime.utils.misc", "load_function", f"{_HERE}.background:load_function"),
-    Offer("slime.utils.misc", "SingletonMeta", f"{_HERE}.background:SingletonMeta"),
-    Offer("slime.utils.processing_utils", "load_tokenizer", f"{_HERE}.generate_state:load_tokenizer"),
+    Offer("slime.utils.async_utils", "run", f"{_HERE}.rollout_helpers:run", "may be called within an event loop too"),
+    Offer("slime.utils.misc", "load_function", f"{_HERE}.rollout_helpers:load_function"),
+    Offer("slime.utils.misc", "SingletonMeta", f"{_HERE}.rollout_helpers:SingletonMeta"),
+    Offer("slime.utils.processing_utils", "load_tokenizer", f"{_HERE}.rollout_helpers:load_tokenizer"),
     Offer(
         "slime.utils.processing_utils",
         "load_processor",
-        f"{_HERE}.generate_state:load_processor",
+        f"{_HERE}.rollout_helpers:load_processor",
         "always None: images are not served",
     ),
     Offer(
         "slime.utils.mask_utils",
         "MultiTurnLossMaskGenerator",
-        f"{_HERE}.masks:MultiTurnLossMaskGenerator",
+        f"{_HERE}.loss_helpers:MultiTurnLossMaskGenerator",
         "tokenises the whole conversation once; `tokenizer_type` is a `--loss-mask-type`; trains on the mark that"
         " ends a turn",
     ),
     Offer(
         "slime.utils.mask_utils",
         "get_response_lengths",
-        f"{_HERE}.masks:get_response_lengths",
+        f"{_HERE}.loss_helpers:get_response_lengths",
         "from the first trained token to the end",
     ),
     *(
         Offer(
             "slime.backends.megatron_utils.cp_utils",
             name,
-            f"{_HERE}.losses:{name}",
+            f"{_HERE}.loss_helpers:{name}",
             "gives back what it gets: functions of training see whole responses with context parallelism too",
         )
         for name in ("all_gather_with_cp", "slice_log_prob_with_cp")
@@ -178,40 +178,40 @@ OFFERS = (
     Offer(
         "slime.backends.megatron_utils.cp_utils",
         "get_sum_of_sample_mean",
-        f"{_HERE}.losses:get_sum_of_sample_mean",
+        f"{_HERE}.loss_helpers:get_sum_of_sample_mean",
         "of whole responses; a value under a zero mask may be NaN",
     ),
     Offer(
         "slime.utils.ppo_utils",
         "compute_approx_kl",
-        f"{_HERE}.losses:compute_approx_kl",
+        f"{_HERE}.loss_helpers:compute_approx_kl",
         "`low_var_kl` is clamped before `importance_ratio` multiplies it",
     ),
     Offer(
         "slime.utils.ppo_utils",
         "compute_policy_loss",
-        f"{_HERE}.losses:compute_policy_loss",
+        f"{_HERE}.loss_helpers:compute_policy_loss",
         "advantages are constants; not compiled",
     ),
     Offer(
         "slime.utils.ppo_utils",
         "compute_gspo_kl",
-        f"{_HERE}.losses:compute_gspo_kl",
+        f"{_HERE}.loss_helpers:compute_gspo_kl",
         "of whole responses",
     ),
-    Offer("slime.utils.ppo_utils", "get_grpo_returns", f"{_HERE}.losses:get_grpo_returns"),
+    Offer("slime.utils.ppo_utils", "get_grpo_returns", f"{_HERE}.loss_helpers:get_grpo_returns"),
     Offer(
         "slime.utils.ppo_utils",
         "get_reinforce_plus_plus_returns",
-        f"{_HERE}.losses:get_reinforce_plus_plus_returns",
+        f"{_HERE}.loss_helpers:get_reinforce_plus_plus_returns",
         "a wholly masked sample has no reward instead of failing",
     ),
     Offer(
         "slime.utils.ppo_utils",
         "get_reinforce_plus_plus_baseline_advantages",
-        f"{_HERE}.losses:get_reinforce_plus_plus_baseline_advantages",
+        f"{_HERE}.loss_helpers:get_reinforce_plus_plus_baseline_advantages",
     ),
-    Offer("slime.utils.metric_utils", "dict_add_prefix", f"{_HERE}.metrics:dict_add_prefix"),
+    Offer("slime.utils.metric_utils", "dict_add_prefix", f"{_HERE}.graders:dict_add_prefix"),
     Offer(
         "slime.utils.metric_utils",
         "compute_statistics",
@@ -221,7 +221,7 @@ OFFERS = (
     Offer(
         "slime.utils.metric_utils",
         "compute_pass_rate",
-        f"{_HERE}.metrics:compute_pass_rate",
+        f"{_HERE}.graders:compute_pass_rate",
         "a reward of 1 or more passes",
     ),
     Offer(

@@ -215,8 +215,8 @@ class SampleMaker:
             raise TypeError(
                 f"{path} returned {count} samples for one, and a rollout has --rollout-batch-size x"
                 " --n-samples-per-prompt of them: return one sample (slimrl.rollout.generation.multi_turn makes one of"
-                " several turns), or give --custom-convert-samples-to-train-data-path, a function that makes the rows to"
-                " train on"
+                " several turns), or give --custom-convert-samples-to-train-data-path, a function that makes the rows"
+                " to train on"
             )
 
     async def _continue(self, sample: Sample, params: dict[str, Any], engine: EngineClient) -> None:
