@@ -105,7 +105,7 @@ def imported(paths: Iterable[Path]) -> set[str]:
                 found.add(node.module.split(".")[0])
     found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
     found -= {tool.stem for tool in (ROOT / "tools").glob("*.py")}
-    found.discard("leftovers")  # the guardian, a program that starts in milliseconds, imports its neighbour by itself
+    found.discard("stale_resources")  # the guardian, a program that starts in milliseconds, imports its neighbour by itself
     # stand beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
     found -= {"sgl_kernel", "transformer_engine"}
     return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}

@@ -76,9 +76,9 @@ def test_an_installed_slime_wins_and_a_folder_of_that_name_is_none(tmp_path, ins
         (package / "__init__.py").touch()
         (package / "types.py").write_text("class Sample: theirs = True\n")
     code = """
-        from slimrl.hooks import slime_names
-        slime_names.offer()
-        slime_names.offer()
+        from slimrl.hooks import slime_imports
+        slime_imports.offer()
+        slime_imports.offer()
         from slime.utils.types import Sample
         print(hasattr(Sample, "theirs"))
         try:

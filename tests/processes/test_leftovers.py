@@ -16,8 +16,8 @@ from slimrl.processes import stale_resources
 
 HOLDER = """
 import sys
-from slimrl.processes import leftovers
-with leftovers.owned_folder("slimrl-ray-") as folder:
+from slimrl.processes import stale_resources
+with stale_resources.owned_folder("slimrl-ray-") as folder:
     (folder / "r").mkdir()
     (folder / "r" / "log").write_text("x")
     print(folder, flush=True)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 LISTENER = """
 import threading, time
-from slimrl.processes import stacks
-stacks.listen()
+from slimrl.processes import process_info
+process_info.listen()
 def waits_in_a_thread():
     time.sleep(600)
 def hangs():

@@ -24,8 +24,8 @@ RUN_TIME_CHOICES = {"sampling_backend", "reasoning_parser", "tool_call_parser", 
 
 REAL_TABLE = """
 import argparse, json
-from slimrl.sglang import cpu
-cpu.install()
+from slimrl.engines.sglang import cpu_patches
+cpu_patches.install()
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 ServerArgs.add_cli_args(parser)
