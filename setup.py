@@ -1,33 +1,13 @@
-"""Package metadata: the engine packages at the versions tested together.
+"""What slimrl needs: the engine packages at the versions tested together. All other metadata is in pyproject.toml.
 
 What is installed are the locks under ``requirements/``, and this package with ``--no-deps`` on top: by
 ``scripts/setup.sh`` on a machine without a GPU, which needs none of SGLang's CUDA packages, and as docs/install.md says
 on one with GPUs.
 """
 
-import re
-from pathlib import Path
-
-from setuptools import find_packages, setup
-
-ROOT = Path(__file__).parent
-
-
-def version() -> str:
-    """``__version__`` of the package, read without importing it."""
-    source = (ROOT / "slimrl" / "__init__.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE).group(1)
-
+from setuptools import setup
 
 setup(
-    name="slimrl",
-    version=version(),
-    description="Reinforcement-learning post-training: Megatron-core trains, SGLang generates, Ray places both",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["slimrl", "slimrl.*"]),
-    package_data={"slimrl.observability": ["viewer_page/*"]},
     install_requires=[
         # The engines, tested together; docs/versions.md says what each of them is needed for.
         "torch==2.13.0",

@@ -5,6 +5,7 @@ import importlib.metadata
 import itertools
 import re
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
@@ -51,7 +52,11 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def test_the_version_is_stated_once():
-    assert metadata()["version"] == slimrl.__version__
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in metadata() and "version" not in declared["project"]
+    # tests/test_project_files.py builds the package: its version is this one
+    assert declared["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "slimrl.__version__"}
+    assert (ROOT / "slimrl/__init__.py").read_text().count(f'"{slimrl.__version__}"') == 1
 
 
 def test_the_engines_are_pinned_to_the_versions_of_the_locks():
@@ -105,7 +110,7 @@ def imported(paths: Iterable[Path]) -> set[str]:
                 found.add(node.module.split(".")[0])
     found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
     found -= {tool.stem for tool in (ROOT / "tools").glob("*.py")}
-    found.discard("stale_resources")  # the guardian, a program that starts in milliseconds, imports its neighbour by itself
+    found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour so
     # stand beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
     found -= {"sgl_kernel", "transformer_engine"}
     return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}

@@ -52,7 +52,7 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "quick start of a blog, with context parallelism": Recipe(
-        "qwen3-4b",
+        "qwen3-4B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {ONE_NODE} --rotary-base 1000000
  --global-batch-size 128 --rollout-batch-size 16 --num-steps-per-rollout 1 --rollout-temperature 0.8
  --eval-interval 5 --eval-top-p 0.7 --tensor-model-parallel-size 2 --sequence-parallel

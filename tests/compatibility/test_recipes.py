@@ -31,8 +31,7 @@ def model_args(model: str) -> list[str]:
 def folder_of(recipe: Recipe, folder: Path) -> Path:
     """The model, the reference and the prompt sets that the recipe names."""
     (folder / "hf").mkdir()
-    name = "qwen3-4B" if recipe.model == "qwen3-4b" else recipe.model
-    shutil.copy(CONFIGS / f"{name}.json", folder / "hf/config.json")
+    shutil.copy(CONFIGS / f"{recipe.model}.json", folder / "hf/config.json")
     complete_model(folder / "hf")
     make_checkpoint(folder / "torch_dist", "release")
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})

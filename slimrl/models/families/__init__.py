@@ -42,5 +42,5 @@ def family_for(hf_config: dict[str, Any]) -> Family:
     known = ", ".join(family.model_type for family in FAMILIES)
     raise ValueError(
         f"config.json has model_type {model_type!r}, for which there is no table of weights;"
-        f" the known ones are {known}: use such a model or add a table under slimrl/weights/families"
+        f" the known ones are {known}: use such a model or add a table under slimrl/models/families"
     )
