@@ -1,5 +1,6 @@
 """Every rule has its cases in one of the files `test_rules_of_*`: a new rule without a test is named here."""
 
+import ast
 import importlib
 from pathlib import Path
 
@@ -23,14 +24,24 @@ WRITTEN_OUT = {
 }
 
 
+def tables() -> set[str]:
+    """The names of all rules that some table holds."""
+    found = [value for value in vars(validation).values() if isinstance(value, tuple)]
+    return {rule.__name__ for table in found for rule in table if callable(rule)}
+
+
+def test_every_rule_that_is_written_is_in_a_table():
+    written = set()
+    for path in Path(validation.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            takes = [argument.arg for argument in node.args.args] if isinstance(node, ast.FunctionDef) else []
+            if takes == ["args", "context"] and not node.name.startswith("_"):
+                written.add(node.name)
+    assert written == tables()
+
+
 def test_every_rule_is_tested():
-    rules = {
-        rule.__name__
-        for table in vars(validation).values()
-        if isinstance(table, tuple)
-        for rule in table
-        if callable(rule)
-    }
+    rules = tables()
     assert len(rules) > 100
     tested = {name for names in WRITTEN_OUT.values() for name in names.split()}
     for path in Path(__file__).parent.glob("test_rules_of_*.py"):
