@@ -38,7 +38,7 @@ def follows_python(before: list[str]) -> bool:
 
 def without_secrets(words: list[str]) -> list[str]:
     """As slimrl.arguments.redact: that file alone, because its package takes a second to import."""
-    spec = importlib.util.spec_from_file_location("secrets_of_flags", ROOT / "slimrl" / "arguments" / "secrets.py")
+    spec = importlib.util.spec_from_file_location("secrets_of_flags", ROOT / "slimrl" / "arguments" / "redact.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.without_secrets(words)

@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, TextIO
 
 from slimrl.processes.best_effort_files import OptionalLogHandler
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -130,6 +131,8 @@ class ByteBar:
 
     def start(self, nbytes: int) -> Callable[[int], object]:
         """Shows the bar for `nbytes` in all; returns the function that moves it by a number of bytes."""
+        from tqdm import tqdm
+
         self._bar = tqdm(desc=self._title, total=nbytes, unit="B", unit_scale=True, disable=self._disable)
         return self._move
 

@@ -65,7 +65,7 @@ def strike(started: harness.Started, hits: list[Hit], seed: int, timeout: float)
 def _victims(started: harness.Started, target: str) -> list[psutil.Process]:
     """The processes themselves, not the guardians above them, in the order in which they were started."""
     found = started.processes(TARGETS[target])
-    guarded = [process.children() if "guardian.py" in " ".join(process.cmdline()) else [process] for process in found]
+    guarded = [process.children() if "subreaper.py" in " ".join(process.cmdline()) else [process] for process in found]
     unique = {process.pid: process for processes in guarded for process in processes}
     return [unique[pid] for pid in sorted(unique) if unique[pid].status() != psutil.STATUS_STOPPED]
 

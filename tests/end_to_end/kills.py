@@ -172,7 +172,7 @@ def _processes(started: harness.Started, timeline: Path, since_ns: int, deadline
 
 def _is_rank(process: object) -> bool:
     with contextlib.suppress(Exception):
-        return "rank_process" in " ".join(process.cmdline())
+        return "train_process" in " ".join(process.cmdline())
     return False
 
 

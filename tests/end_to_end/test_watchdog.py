@@ -66,4 +66,4 @@ def test_a_stopped_rank_is_named_and_so_is_the_line_in_which_the_other_waits(tin
 
 
 def _is_guardian(process) -> bool:
-    return "guardian.py" in " ".join(process.cmdline())
+    return "subreaper.py" in " ".join(process.cmdline())

@@ -154,7 +154,7 @@ def test_the_child_dies_with_a_killed_guardian(tmp_path):
 
 
 def test_a_guardian_whose_parent_is_gone_already_starts_nothing(tmp_path):
-    guardian = Path(slimrl.__file__).parent / "processes" / "guardian.py"
+    guardian = Path(slimrl.__file__).parent / "processes" / "subreaper.py"
     gone = subprocess.Popen(["true"])
     gone.wait()
     marker = tmp_path / "started"
