@@ -41,7 +41,7 @@ def test_a_killed_process_ends_the_job_within_a_minute_by_name(command, entry, n
     started = harness.start(entry, tiny.flags(**SPLIT, watchdog_report_seconds=2), tmp_path, "killed", tiny.home)
     started.wait_for_line("step 1 |", 150)
     victim = started.processes(command)[0]
-    if "guardian.py" in " ".join(victim.cmdline()):  # it stands above what it guards, and names it
+    if "subreaper.py" in " ".join(victim.cmdline()):  # it stands above what it guards, and names it
         victim = victim.children()[0]
     if named == "SGLang server":  # one that hangs is named first, whoever waits for it
         victim.send_signal(signal.SIGSTOP)
