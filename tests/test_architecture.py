@@ -1,6 +1,7 @@
 """The layers of docs/architecture.md: imports run downwards only, heavy packages stay where they are wrapped; style."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_a_package_imports_only_from_its_own_layer_or_below(path):
             assert layer <= LAYERS[package], f"{package} imports {name} from a higher layer"
         if parts[0] in HEAVY and package in LAYERS:
             assert package == HEAVY[parts[0]], f"{package} imports {name}: only {HEAVY[parts[0]]} may"
+
+
+def test_no_two_packages_import_each_other():
+    imported = {package: set() for package in LAYERS}
+    for path in SOURCES:
+        package = package_of(path.relative_to(ROOT / "slimrl").with_suffix("").parts)
+        for name in imports_of(path):
+            parts = name.split(".")
+            if package in LAYERS and parts[0] == "slimrl" and len(parts) > 1:
+                imported[package].add(package_of(tuple(parts[1:])))
+    # the order in which every package comes after all that it imports; CycleError where there is none
+    order = graphlib.TopologicalSorter({package: found - {package} for package, found in imported.items()})
+    assert set(order.static_order()) >= set(LAYERS)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

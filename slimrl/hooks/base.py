@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 
+class RunArguments(Protocol):
+    """The flags of the run as attributes, `args.num_rollout`; `slimrl.arguments.Arguments` is what hooks are given."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
 class HookError(ValueError):
     """A hook path that leads nowhere, or to something that does not keep its contract."""
 

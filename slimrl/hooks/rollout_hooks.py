@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slimrl.hooks.base import Hook
+from slimrl.hooks.base import Hook, RunArguments
 
 if TYPE_CHECKING:
-    from slimrl.arguments import Arguments
     from slimrl.data.sample import Sample
 
 
@@ -32,7 +31,7 @@ class OwnDataSource(DataSource, Protocol):
     from that checkpoint. Where the class has `begin_rollout(rollout_id)`, it is called before a rollout draws.
     """
 
-    def __init__(self, args: Arguments) -> None: ...
+    def __init__(self, args: RunArguments) -> None: ...
 
     def __len__(self) -> int:
         """Number of prompts in one epoch, by which `--num-epoch` counts."""
@@ -42,7 +41,7 @@ class OwnDataSource(DataSource, Protocol):
 class CustomReward(Hook, Protocol):
     """`--custom-rm-path`: judges one response."""
 
-    async def __call__(self, args: Arguments, sample: Sample) -> float | dict[str, Any]:
+    async def __call__(self, args: RunArguments, sample: Sample) -> float | dict[str, Any]:
         """The reward; where it is a dict, `--reward-key` names the entry to train on."""
         ...
 
@@ -50,7 +49,7 @@ class CustomReward(Hook, Protocol):
 class GroupReward(Hook, Protocol):
     """`--custom-rm-path` with `--group-rm`: judges all responses to one prompt; in an evaluation one at a time."""
 
-    async def __call__(self, args: Arguments, samples: list[Sample]) -> list[float] | list[dict[str, Any]]:
+    async def __call__(self, args: RunArguments, samples: list[Sample]) -> list[float] | list[dict[str, Any]]:
         """One reward per sample, in the samples' order."""
         ...
 
@@ -66,7 +65,9 @@ class CustomGenerate(Hook, Protocol):
 
     offered = ("evaluation", "engine", "tokenizer")
 
-    async def __call__(self, args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
+    async def __call__(
+        self, args: RunArguments, sample: Sample, sampling_params: dict[str, Any]
+    ) -> Sample | list[Sample]:
         """The sample with its tokens, response, log-probabilities and status filled in."""
         ...
 
@@ -77,7 +78,7 @@ class SampleHook(Hook, Protocol):
     offered = ("rollout_id", "evaluation")
     either = True
 
-    def __call__(self, args: Arguments, sample: Sample) -> Any:
+    def __call__(self, args: RunArguments, sample: Sample) -> Any:
         """The sample to go on with, or None for the one it was given."""
         ...
 
@@ -90,7 +91,7 @@ class RolloutFunction(Hook, Protocol):
 
     offered = ("generator", "tokenizer")
 
-    def __call__(self, args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool) -> Any:
+    def __call__(self, args: RunArguments, rollout_id: int, data_source: DataSource, *, evaluation: bool) -> Any:
         """The groups of a rollout with its metrics, or with `evaluation` the results by data set."""
         ...
 
@@ -98,7 +99,7 @@ class RolloutFunction(Hook, Protocol):
 class DynamicSamplingFilter(Hook, Protocol):
     """`--dynamic-sampling-filter-path`: keeps or drops one finished group."""
 
-    def __call__(self, args: Arguments, samples: list[Sample]) -> Any:
+    def __call__(self, args: RunArguments, samples: list[Sample]) -> Any:
         """True (or an object with `keep` True and a `reason`) to keep the group."""
         ...
 
@@ -107,7 +108,7 @@ class BufferFilter(Hook, Protocol):
     """`--buffer-filter-path`: chooses which of the groups that wait go into the next wave."""
 
     def __call__(
-        self, args: Arguments, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
+        self, args: RunArguments, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
     ) -> list[list[Sample]]:
         """At most `num_samples` groups, which it removes from `buffer`."""
         ...
@@ -116,7 +117,7 @@ class BufferFilter(Hook, Protocol):
 class SampleFilter(Hook, Protocol):
     """`--rollout-sample-filter-path`: takes single samples out of training by setting their `remove_sample`."""
 
-    def __call__(self, args: Arguments, groups: list[list[Sample]]) -> None:
+    def __call__(self, args: RunArguments, groups: list[list[Sample]]) -> None:
         """Called once per rollout with the groups that are trained on."""
         ...
 
@@ -124,7 +125,7 @@ class SampleFilter(Hook, Protocol):
 class AllSamplesProcess(Hook, Protocol):
     """`--rollout-all-samples-process-path`: sees every group that a rollout judged, dropped ones too."""
 
-    def __call__(self, args: Arguments, all_groups: list[list[Sample]], data_source: DataSource) -> None:
+    def __call__(self, args: RunArguments, all_groups: list[list[Sample]], data_source: DataSource) -> None:
         """Called once per rollout."""
         ...
 
@@ -135,7 +136,7 @@ class RolloutLog(Hook, Protocol):
     def __call__(
         self,
         rollout_id: int,
-        args: Arguments,
+        args: RunArguments,
         samples: list[Sample],
         extra_metrics: dict[str, float] | None,
         rollout_time: float,
@@ -153,7 +154,7 @@ class EvalRolloutLog(Hook, Protocol):
     def __call__(
         self,
         rollout_id: int,
-        args: Arguments,
+        args: RunArguments,
         data: dict[str, dict[str, Any]],
         extra_metrics: dict[str, float] | None,
     ) -> Any:
@@ -167,7 +168,7 @@ class EvalRolloutLog(Hook, Protocol):
 class RewardPostProcess(Hook, Protocol):
     """`--custom-reward-post-process-path`: turns the rewards of a rollout into what is trained on."""
 
-    def __call__(self, args: Arguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    def __call__(self, args: RunArguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
         """Raw rewards and training rewards, one of each per sample, in the samples' order."""
         ...
 
@@ -175,6 +176,6 @@ class RewardPostProcess(Hook, Protocol):
 class ConvertSamples(Hook, Protocol):
     """`--custom-convert-samples-to-train-data-path`: makes the training data of a rollout."""
 
-    def __call__(self, args: Arguments, samples: list[Sample]) -> dict[str, Any]:
+    def __call__(self, args: RunArguments, samples: list[Sample]) -> dict[str, Any]:
         """Columns by name, one entry per sample (see `slimrl.rollout.convert_samples`)."""
         ...

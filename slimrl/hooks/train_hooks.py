@@ -25,14 +25,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slimrl.hooks.base import Hook
+from slimrl.hooks.base import Hook, RunArguments
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-    from slimrl.arguments import Arguments
 
 
 class LossBatch(Protocol):
@@ -71,7 +69,7 @@ class CustomLoss(Hook, Protocol):
     """
 
     def __call__(
-        self, args: Arguments, batch: LossBatch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+        self, args: RunArguments, batch: LossBatch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
         """The loss, a scalar that depends on `logits`, and scalars to log: all of them sums.
 
@@ -89,7 +87,7 @@ class CustomAdvantage(Hook, Protocol):
     to the result, --kl-coef is not: it is in `kl`.
     """
 
-    def __call__(self, args: Arguments, rollout_data: dict[str, Any]) -> None:
+    def __call__(self, args: RunArguments, rollout_data: dict[str, Any]) -> None:
         """A list of float tensors [response length], one per sample."""
         ...
 
@@ -103,7 +101,7 @@ class CustomTIS(Hook, Protocol):
 
     def __call__(
         self,
-        args: Arguments,
+        args: RunArguments,
         *,
         pg_loss: Tensor,
         train_log_probs: list[Tensor],
@@ -140,7 +138,7 @@ class RolloutDataPostprocess(Hook, Protocol):
     custom loss reads all of it. Tokens and lengths must stay.
     """
 
-    def __call__(self, args: Arguments, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    def __call__(self, args: RunArguments, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         """Called once per rollout and rank."""
         ...
 
@@ -165,7 +163,7 @@ class LayerSpec(Hook, Protocol):
     Weights must have the names of the family's table. `slimrl.megatron.model.own_layers` gives slimrl's own.
     """
 
-    def __call__(self, args: Arguments, config: Any, vp_stage: int | None) -> Any:
+    def __call__(self, args: RunArguments, config: Any, vp_stage: int | None) -> Any:
         """A ModuleSpec of a layer, TransformerBlockSubmodules, or a model provider as above."""
         ...
 
@@ -173,7 +171,7 @@ class LayerSpec(Hook, Protocol):
 class MegatronInit(Hook, Protocol):
     """`--custom-megatron-init-path`: runs on every rank when process groups are open, before the model is built."""
 
-    def __call__(self, args: Arguments) -> None: ...
+    def __call__(self, args: RunArguments) -> None: ...
 
 
 class BeforeLogProb(Hook, Protocol):
@@ -183,7 +181,7 @@ class BeforeLogProb(Hook, Protocol):
     and "" for those in training.
     """
 
-    def __call__(self, args: Arguments, model: list[Any], store_prefix: str) -> None: ...
+    def __call__(self, args: RunArguments, model: list[Any], store_prefix: str) -> None: ...
 
 
 class BeforeTrainStep(Hook, Protocol):
@@ -193,7 +191,7 @@ class BeforeTrainStep(Hook, Protocol):
     """
 
     def __call__(
-        self, args: Arguments, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
+        self, args: RunArguments, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
     ) -> None: ...
 
 
@@ -204,4 +202,4 @@ class UpdateWeightPostWrite(Hook, Protocol):
     `slimrl.weights.update.topology.EngineEndpoint`s, the address of each in `url`.
     """
 
-    def __call__(self, args: Arguments, version_dir: Path, rollout_engines: list[Any]) -> None: ...
+    def __call__(self, args: RunArguments, version_dir: Path, rollout_engines: list[Any]) -> None: ...

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from slimrl.arguments.namespace import Arguments
 from slimrl.models.config_tables import stated_flags
 from slimrl.models.families import family_for
 
-if TYPE_CHECKING:
-    from slimrl.arguments import Arguments
-
-
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+class ModelFlags(Protocol):
+    """The model flags as attributes; `slimrl.arguments.Arguments` is one."""
+
+    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ModelShape:
         return sizes[name]
 
     @classmethod
-    def from_args(cls, args: Arguments) -> ModelShape:
+    def from_args(cls, args: ModelFlags) -> ModelShape:
         """The shape that the model flags describe."""
         return cls._from_flags(vars(args))
 
@@ -236,7 +237,7 @@ class Shape:
         return dataclasses.replace(self, padded_vocab=self.vocab)
 
 
-def shape_of(args: Arguments) -> Shape:
+def shape_of(args: ModelFlags) -> Shape:
     """The shape that checked model flags describe."""
     return Shape(
         hidden=args.hidden_size,
@@ -260,7 +261,7 @@ def shape_of(args: Arguments) -> Shape:
     )
 
 
-def _moe_layers(args: Arguments) -> tuple[bool, ...]:
+def _moe_layers(args: ModelFlags) -> tuple[bool, ...]:
     """--moe-layer-freq: one 0 or 1 per layer, or N for layers 0, N, 2N ..."""
     frequency = args.moe_layer_freq
     if args.num_experts is None or frequency is None:
@@ -270,7 +271,7 @@ def _moe_layers(args: Arguments) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in frequency)
 
 
-def _experts(args: Arguments) -> Experts | None:
+def _experts(args: ModelFlags) -> Experts | None:
     if args.num_experts is None:
         return None
     return Experts(
@@ -283,7 +284,7 @@ def _experts(args: Arguments) -> Experts | None:
     )
 
 
-def _mla_dimensions(args: Arguments) -> LatentAttention | None:
+def _mla_dimensions(args: ModelFlags) -> LatentAttention | None:
     if not args.multi_latent_attention:
         return None
     return LatentAttention(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slimrl.megatron.checkpoint.folder import RELEASE, TRACKER_NAME
+from slimrl.arguments.checkpoints import RELEASE, TRACKER_NAME
 from slimrl.models.families import Family, Row
 from slimrl.models.model_spec import ModelShape
 from slimrl.platform.collective_errors import ConversionGroup

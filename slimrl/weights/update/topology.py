@@ -8,6 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import distributed as dist
+
+
+class RankGroups(Protocol):
+    """What a weight update asks of a training rank's place; `slimrl.megatron.parallel.ParallelState` is one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ from slimrl.weights.update.engine_control import ServerControl, WeightSyncError,
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import (
     EngineEndpoint,
+    RankGroups,
     Roles,
     check_without_stages,
     colocated_roles,
@@ -45,7 +46,6 @@ from slimrl.weights.update.verify import Manifest, check_server, expected_checks
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
-    from slimrl.megatron.parallel import ParallelState
 
 __all__ = ["EngineEndpoint", "ModelSource", "PushReport", "WeightSyncError", "WeightUpdater"]
 
@@ -77,7 +77,7 @@ class ModelSource:
 
     shape: ModelShape
     family: Family
-    parallel: ParallelState
+    parallel: RankGroups
 
 
 class WeightUpdater:
@@ -116,7 +116,7 @@ class WeightUpdater:
     def create(
         cls,
         args: Arguments,
-        parallel: ParallelState,
+        parallel: RankGroups,
         engines: Sequence[EngineEndpoint],
         *,
         timeout_s: float = TIMEOUT_S,
