@@ -60,12 +60,15 @@ def group_normalized_rewards(
     *,
     center: bool = True,
     scale_by_std: bool = True,
+    leave_one_out: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
     """GRPO's `A_i = (r_i - mean(group)) / (std(group) + eps)`; `rewards`, `group_ids` [n] -> float32 [n].
 
     Shao et al. 2024 (DeepSeekMath), section 4.1, with the unbiased standard deviation (n - 1).
     `scale_by_std=False` leaves the division out (Liu et al. 2025, Dr. GRPO); `center=False` the subtraction.
+    `leave_one_out` subtracts the mean of the group's other samples, `A_i = n / (n - 1) * (r_i - mean(group))` for a
+    group of n (RLOO: Ahmadian et al. 2024, equation 8).
     Groups are formed by equal ids wherever the samples stand, and may differ in size.
 
     A group of one sample, or whose rewards are all equal, has no spread to divide by: centred it is
@@ -87,6 +90,8 @@ def group_normalized_rewards(
     highest = zeros.scatter_reduce(0, group_of, values, "amax", include_self=False)
     flat = (lowest == highest)[group_of]
 
+    if leave_one_out:
+        deviation = deviation * (counts / (counts - 1).clamp(min=1))[group_of]
     result = deviation.masked_fill(flat, 0.0) if center else values
     if scale_by_std:
         variance = zeros.index_add(0, group_of, deviation.square()) / (counts - 1).clamp(min=1)

@@ -16,7 +16,7 @@ import os
 import time
 from pathlib import Path
 
-from slimrl.arguments.flags.algorithm import WHITENED
+from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 
@@ -150,7 +150,8 @@ def _batch(args: Arguments) -> None:
         args.update_weights_in_flight = args.max_weight_staleness is not None
     if args.loss_type == "sft_loss":
         args.compute_advantages_and_returns = False
-    if args.advantage_estimator in WHITENED and args.compute_advantages_and_returns:
+    estimator = ESTIMATORS.get(args.advantage_estimator)  # None for one that the rules reject
+    if estimator is not None and estimator.whitens and args.compute_advantages_and_returns:
         args.normalize_advantages = True
     if args.loss_type == "custom_loss":
         args.keep_logits = True  # they are what such a function is given

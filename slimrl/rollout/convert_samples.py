@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimrl.algorithms.estimators import ESTIMATORS, Baseline
 from slimrl.algorithms.returns import group_normalized_rewards
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
@@ -49,12 +50,17 @@ def rewards_of(args: Arguments, samples: list[Sample]) -> Rewards:
         _check_finite(args.custom_reward_post_process_path, samples, raw, normalized)
         return Rewards(raw, normalized)
     raw = torch.tensor([sample.reward_value(args.reward_key) for sample in samples], dtype=torch.float32)
-    if not args.rewards_normalization or args.advantage_estimator == "reinforce_plus_plus":
-        return Rewards(raw, raw.clone())  # REINFORCE++ whitens over the whole batch instead
+    estimator = ESTIMATORS[args.advantage_estimator]
+    if not args.rewards_normalization or not estimator.compares_a_group:
+        return Rewards(raw, raw.clone())
     group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
-    # the baseline variant of REINFORCE++ takes the group's mean away and leaves the scale to the whitening
-    scale = args.grpo_std_normalization and args.advantage_estimator != "reinforce_plus_plus_baseline"
-    return Rewards(raw, group_normalized_rewards(raw, group_ids, scale_by_std=scale))
+    normalized = group_normalized_rewards(
+        raw,
+        group_ids,
+        scale_by_std=args.grpo_std_normalization and estimator.divides_by_std,
+        leave_one_out=estimator.baseline is Baseline.LEAVE_ONE_OUT,
+    )
+    return Rewards(raw, normalized)
 
 
 def _check_finite(path: str, samples: list[Sample], raw: Tensor, normalized: Tensor) -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from slimrl.algorithms.estimators import Objective
 from slimrl.megatron.training.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
 
 SETTINGS = PolicyLossSettings(
@@ -123,7 +124,9 @@ def test_only_the_loss_carries_a_gradient():
 
 
 def test_gspo_clips_the_ratio_of_the_whole_sample():
-    settings = dataclasses.replace(SETTINGS, estimator="gspo", entropy_coef=0.0, kl_loss_coef=0.0)
+    settings = dataclasses.replace(
+        SETTINGS, objective=Objective.CLIPPED_SEQUENCE_RATIO, entropy_coef=0.0, kl_loss_coef=0.0
+    )
     sums = policy_loss_sums(two_samples(), settings)
     # the first sample's trained tokens have log-ratios 0 and log 1.5: their mean is log sqrt(1.5) = log 1.2247
     assert float(sums.loss) == pytest.approx(-2.0 * math.sqrt(1.5) + 1.0, rel=1e-6)

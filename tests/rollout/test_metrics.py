@@ -164,6 +164,17 @@ def test_the_two_normalisation_flags_are_followed(make_args):
     assert raw.tolist() == [1.0, 0.0, 0.5]
 
 
+def test_each_estimator_takes_its_own_baseline(make_args):
+    samples = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5)]
+
+    def normalized(estimator: str) -> list[float]:
+        return rewards_of(make_args(advantage_estimator=estimator), samples).normalized.tolist()
+
+    assert normalized("rloo") == pytest.approx([0.75, -0.75, 0.0])
+    assert normalized("reinforce_plus_plus_baseline") == pytest.approx([0.5, -0.5, 0.0])
+    assert normalized("reinforce_plus_plus") == [1.0, 0.0, 0.5]
+
+
 def test_the_reward_key_picks_the_entry(make_args):
     samples = [sample(0, {"score": 1.0, "acc": 9}), sample(0, {"score": 0.0, "acc": 9})]
     assert rewards_of(make_args(reward_key="score"), samples).raw.tolist() == [1.0, 0.0]

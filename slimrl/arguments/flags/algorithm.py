@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Returns
 from slimrl.arguments.flag import flag
 
-# estimators that are defined with whitened advantages
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_ESTIMATORS = tuple(ESTIMATORS)
+_WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens)
+_DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is Returns.DISCOUNTED)
 _RETURNS = "it belongs to a critic, which this version does not have; leave it out"
 _REPLAY = "routing is not replayed in this version; leave it out"
 
@@ -26,11 +28,11 @@ class AlgorithmArguments:
     """Advantages and losses."""
 
     advantage_estimator: str = flag(
-        "grpo",
+        DEFAULT,
         "how rewards become advantages",
-        choices=("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        choices=(*_ESTIMATORS, "ppo"),
         not_served="there is no critic in this version; use reinforce_plus_plus, which has returns without one",
-        served=("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        served=tuple(name for name in _ESTIMATORS if name != DEFAULT),
     )
     loss_type: str = flag(
         "policy_loss",
@@ -53,7 +55,7 @@ class AlgorithmArguments:
         only_off=True,
         off=("--disable-compute-advantages-and-returns",),
     )
-    gamma: float = flag(1.0, "discount of later rewards in the returns of reinforce_plus_plus", at_least=0, at_most=1)
+    gamma: float = flag(1.0, f"discount of later rewards in the returns of {_DISCOUNTED}", at_least=0, at_most=1)
     lambd: float = flag(1.0, "lambda of generalised advantage estimation", not_served=_RETURNS)
     value_clip: float = flag(0.2, "clip of the value loss", not_served=_RETURNS)
     num_critic_only_steps: int = flag(0, "rollouts that train the critic only (count)", not_served=_RETURNS)
@@ -71,8 +73,7 @@ class AlgorithmArguments:
     kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")
     normalize_advantages: bool = flag(
         False,
-        "whiten advantages over the trained tokens of the rollout (on with --advantage-estimator reinforce_plus_plus"
-        " and reinforce_plus_plus_baseline)",
+        f"whiten advantages over the trained tokens of the rollout (on with --advantage-estimator {_WHITENED})",
     )
     grpo_std_normalization: bool = flag(
         True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slimrl.algorithms.estimators import ESTIMATORS, Objective, Returns
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments
@@ -33,8 +34,10 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
         return
     if args.loss_type == "sft_loss" or args.only_evaluates or args.debug_rollout_only:
         return
-    by_group = args.advantage_estimator != "reinforce_plus_plus" and args.rewards_normalization
-    if by_group and args.n_samples_per_prompt == 1:
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is None or not estimator.compares_a_group or not args.rewards_normalization:
+        return
+    if args.n_samples_per_prompt == 1:
         yield Problem(
             "--n-samples-per-prompt",
             f"--n-samples-per-prompt 1 leaves {args.advantage_estimator} nothing to compare and every advantage would"
@@ -59,11 +62,12 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
     if args.eps_clip_c is None or args.eps_clip_high is None:
         return
-    if args.advantage_estimator == "cispo":
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is not None and estimator.objective is Objective.CLIPPED_WEIGHT:
         yield Problem(
             "--eps-clip-c",
-            f"--eps-clip-c {args.eps_clip_c:g} bounds a loss that --advantage-estimator cispo does not have (its"
-            " weights are bounded by --eps-clip-high already): leave it out.",
+            f"--eps-clip-c {args.eps_clip_c:g} bounds a loss that --advantage-estimator {estimator.name} does not have"
+            " (its weights are bounded by --eps-clip-high already): leave it out.",
         )
     elif args.eps_clip_c <= 1 + args.eps_clip_high:
         yield Problem(
@@ -116,11 +120,13 @@ def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A discount belongs to REINFORCE++ alone."""
-    if args.gamma != 1 and args.advantage_estimator != "reinforce_plus_plus":
+    """A discount belongs to the estimators with discounted returns."""
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if args.gamma != 1 and estimator is not None and estimator.returns is not Returns.DISCOUNTED:
+        discounted = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is Returns.DISCOUNTED)
         yield Problem(
             "--gamma",
-            f"--gamma {args.gamma:g} discounts the returns of reinforce_plus_plus and --advantage-estimator is"
+            f"--gamma {args.gamma:g} discounts the returns of {discounted} and --advantage-estimator is"
             f" {args.advantage_estimator}: leave it out.",
         )
 

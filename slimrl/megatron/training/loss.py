@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimrl.algorithms.estimators import ESTIMATORS, Objective
 from slimrl.algorithms.kl import KLKind, kl_estimate
 from slimrl.algorithms.off_policy import off_policy_sequences, sequence_log_ratio, truncated_importance_weights
 from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
@@ -132,7 +133,7 @@ class PolicyLossSettings:
     kl_loss_type: KLKind
     per_token: bool
     supervised: bool = False  # the likelihood of the given tokens instead of a policy loss
-    estimator: str = "grpo"  # gspo and cispo have a ratio and a loss of their own
+    objective: Objective = Objective.CLIPPED_TOKEN_RATIO
     unbiased_kl: bool = False
     tis_bounds: tuple[float, float] | None = None  # None: no importance correction
     opsm_delta: float | None = None  # None: no sequence is left out
@@ -153,7 +154,7 @@ class PolicyLossSettings:
             kl_loss_type=args.kl_loss_type,
             per_token=args.calculate_per_token_loss,
             supervised=args.loss_type == "sft_loss",
-            estimator=args.advantage_estimator,
+            objective=ESTIMATORS[args.advantage_estimator].objective,
             unbiased_kl=args.use_unbiased_kl,
             tis_bounds=(args.tis_clip_low, args.tis_clip) if args.use_tis and own_parts.correction is None else None,
             opsm_delta=args.opsm_delta if args.use_opsm else None,
@@ -318,10 +319,10 @@ def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
 def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLoss:
     """The estimator's own loss per token, before any correction."""
     clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
-    if settings.estimator == "cispo":
+    if settings.objective is Objective.CLIPPED_WEIGHT:
         return cispo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **clip)
     log_probs, old_log_probs = inputs.log_probs, inputs.old_log_probs
-    if settings.estimator == "gspo":
+    if settings.objective is Objective.CLIPPED_SEQUENCE_RATIO:
         log_probs = sequence_log_ratio(log_probs, old_log_probs, inputs.loss_mask, inputs.response_lengths)
         old_log_probs = torch.zeros_like(log_probs)
     return clipped_policy_loss(log_probs, old_log_probs, inputs.advantages, eps_clip_c=settings.eps_clip_c, **clip)

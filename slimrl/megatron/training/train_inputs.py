@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.kl import kl_estimate
 from slimrl.algorithms.returns import discounted_returns, reward_at_the_end
 from slimrl.arguments import Arguments
@@ -43,16 +44,16 @@ def token_advantages(
 def token_returns(args: Arguments, batch: RolloutBatch, log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:
     """Float32 [response tokens of the rank]; group normalisation of the rewards has been done before.
 
-    - reinforce_plus_plus (Hu 2025, equations 3 and 4): the discounted return of the reward at the last trained token
-      and of -kl_coef * KL_t at every trained token.
-    - all others: the sample's reward - kl_coef * KL_t.
+    - `Returns.DISCOUNTED` (REINFORCE++, Hu 2025, equations 3 and 4): the discounted return of the reward at the last
+      trained token and of -kl_coef * KL_t at every trained token.
+    - `Returns.SAME_FOR_ALL`: the sample's reward - kl_coef * KL_t.
     """
     device = log_probs.device
     lengths, mask = batch.response_lengths.to(device), batch.loss_mask.to(device)
     penalty = torch.zeros_like(log_probs)
     if args.kl_coef != 0.0 and ref_log_probs is not None:
         penalty = args.kl_coef * kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
-    if args.advantage_estimator == "reinforce_plus_plus":
+    if ESTIMATORS[args.advantage_estimator].returns is Returns.DISCOUNTED:
         rewards = reward_at_the_end(batch.rewards.to(device), mask, lengths) - penalty.masked_fill(mask == 0, 0.0)
         return discounted_returns(rewards, lengths, args.gamma)
     return torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
