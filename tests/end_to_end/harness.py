@@ -121,6 +121,12 @@ def wait_until_gone(mark: str, timeout: float = 20.0) -> list[str]:
     return [str(process) for process in left]
 
 
+def heed_signals() -> None:
+    """For a child: signals that tests under nohup or in the background of a script inherit as ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(
     entry: str,
     flags: list[str],
@@ -166,7 +172,7 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored where the tests are under nohup
+            preexec_fn=heed_signals,
         )
     return Started(process, mark, run_dir, log, temporary, time.monotonic(), before)
 
