@@ -24,7 +24,7 @@ Span = list[str | int]
 NO_VERSION = ""  # tokens that no model drew (the words of a tool), or of which nobody said who did
 
 
-def add(spans: list[Span], version: str, count: int) -> None:
+def add_span(spans: list[Span], version: str, count: int) -> None:
     """Appends `count` tokens of `version`, in place."""
     if count <= 0:
         return
@@ -34,18 +34,18 @@ def add(spans: list[Span], version: str, count: int) -> None:
         spans.append([version, count])
 
 
-def fitted(spans: list[Span], length: int) -> list[Span]:
+def clip_spans(spans: list[Span], length: int) -> list[Span]:
     """The spans over a response of `length` tokens, whose end was cut off, or to which somebody added tokens."""
     made: list[Span] = []
     left = length
     for version, count in spans:
-        add(made, version, min(count, left))
+        add_span(made, version, min(count, left))
         left -= min(count, left)
-    add(made, NO_VERSION, left)
+    add_span(made, NO_VERSION, left)
     return made
 
 
-def shown(spans: list[Span]) -> str:
+def format_spans(spans: list[Span]) -> str:
     """ "3: 120 tokens, 4: 17 tokens"."""
     return ", ".join(f"{version or 'none'}: {count} token{'s' * (count != 1)}" for version, count in spans)
 
@@ -112,9 +112,9 @@ class SlimeSample:
         if len(values) != len(new_tokens):
             raise ValueError(f"{len(new_tokens)} tokens came with {len(values)} log_probs: give one for each")
         before = self.response_length
-        spans = fitted(self.version_spans, before)
+        spans = clip_spans(self.version_spans, before)
         version = str((meta_info or {}).get("weight_version", "")) if trainable else NO_VERSION
-        add(spans, version, len(new_tokens))
+        add_span(spans, version, len(new_tokens))
         self.version_spans = spans
         self.tokens = [*self.tokens, *new_tokens]
         self.response_length = before + len(new_tokens)

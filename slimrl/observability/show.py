@@ -7,8 +7,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from slimrl.data import sample as version_spans
-from slimrl.data.sample import Sample
+from slimrl.data.sample import Sample, format_spans
 from slimrl.observability.rollout_dump import RolloutDump, read_dump
 from slimrl.observability.viewer import prompt_text, reward_text
 
@@ -99,7 +98,7 @@ def _print_sample(console: object, sample: Sample, chars: int) -> None:
     if sample.label is not None:
         parts.append(Text(f"label: {sample.label}", style="dim"))
     if len(sample.version_spans) > 1:
-        parts.append(Text(f"weights: {version_spans.shown(sample.version_spans)}", style="dim"))
+        parts.append(Text(f"weights: {format_spans(sample.version_spans)}", style="dim"))
     reward = ""
     if isinstance(sample.reward, dict):  # as long as it may be
         parts.append(Text(f"reward: {reward_text(sample)}", style="dim"))

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any, Protocol
 
-from slimrl.data import sample as version_spans
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import Sample, SampleStatus, format_spans
 from slimrl.observability.rollout_dump import RolloutDump
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -145,8 +144,7 @@ def _details(name: str, sample: Sample, tokenizer: Decoder | None) -> dict[str, 
         "reward": None if sample.reward is None else reward_text(sample),
         "label": sample.label,
         "tokens": f"{sample.prompt_length} + {sample.response_length}",
-        "weight versions": version_spans.shown(sample.version_spans)
-        or ", ".join(dict.fromkeys(sample.weight_versions)),
+        "weight versions": format_spans(sample.version_spans) or ", ".join(dict.fromkeys(sample.weight_versions)),
         "session": sample.session_id,
         "metadata": json.dumps(sample.metadata, ensure_ascii=False) if sample.metadata else None,
     }

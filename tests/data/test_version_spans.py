@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from slimrl.data import sample as version_spans
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import Sample, SampleStatus, Span, add_span, clip_spans, format_spans
 from slimrl.engines.protocol import Generation
 from slimrl.rollout.generation.multi_turn import append_generation, append_observation, end_at_stop_string
 
@@ -27,19 +26,19 @@ def test_spans_cover_requests_turns_and_the_words_of_tools_in_order():
 
 
 def test_tokens_join_the_last_span_of_their_version_and_no_earlier_one():
-    spans: list[version_spans.Span] = []
+    spans: list[Span] = []
     for version, count in [("1", 2), ("2", 3), ("2", 1), ("3", 0), ("1", 4)]:
-        version_spans.add(spans, version, count)
+        add_span(spans, version, count)
     assert spans == [["1", 2], ["2", 4], ["1", 4]]
-    assert version_spans.shown(spans) == "1: 2 tokens, 2: 4 tokens, 1: 4 tokens"
+    assert format_spans(spans) == "1: 2 tokens, 2: 4 tokens, 1: 4 tokens"
 
 
 def test_a_response_that_is_cut_or_lengthened_by_others_keeps_what_is_known():
     spans = [["1", 3], ["2", 2]]
-    assert version_spans.fitted(spans, 4) == [["1", 3], ["2", 1]]
-    assert version_spans.fitted(spans, 3) == [["1", 3]]
-    assert version_spans.fitted(spans, 7) == [["1", 3], ["2", 2], ["", 2]]
-    assert version_spans.fitted([], 2) == [["", 2]]
+    assert clip_spans(spans, 4) == [["1", 3], ["2", 1]]
+    assert clip_spans(spans, 3) == [["1", 3]]
+    assert clip_spans(spans, 7) == [["1", 3], ["2", 2], ["", 2]]
+    assert clip_spans([], 2) == [["", 2]]
     assert spans == [["1", 3], ["2", 2]]
 
 
@@ -58,4 +57,4 @@ def test_dumps_bring_spans_back_and_older_dumps_have_none():
     assert Sample.from_dict(written) == sample
     del written["version_spans"]
     assert Sample.from_dict(written).version_spans == []
-    assert version_spans.shown(sample.version_spans) == "1: 1 token, 2: 2 tokens"
+    assert format_spans(sample.version_spans) == "1: 1 token, 2: 2 tokens"

@@ -15,8 +15,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slimrl.megatron.model import attention as mla
-from slimrl.megatron.model.attention import PackedCoreAttention
+from slimrl.megatron.model.attention import PackedCoreAttention, attention_spec, with_latent_epsilon
 from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms
 from slimrl.megatron.model.rotary import with_token_frequencies
 
@@ -97,7 +96,7 @@ def _engine_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
         multi_latent_attention=config.multi_latent_attention,
         use_te_activation_func=config.use_te_activation_func,
     )
-    return mla.with_latent_epsilon(layer) if config.multi_latent_attention and config.qk_layernorm else layer
+    return with_latent_epsilon(layer) if config.multi_latent_attention and config.qk_layernorm else layer
 
 
 def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
@@ -112,7 +111,7 @@ def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
     if config.multi_latent_attention:
-        submodules.self_attention = mla.attention_spec(config)
+        submodules.self_attention = attention_spec(config)
     else:
         attention = submodules.self_attention.submodules
         attention.core_attention = PackedCoreAttention

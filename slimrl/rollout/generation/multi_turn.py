@@ -16,8 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from slimrl.data import sample as version_spans
-from slimrl.data.sample import Sample, SampleStatus, Span
+from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, Span, add_span, clip_spans
 from slimrl.engines.protocol import EngineClient, Generation
 
 _TOKENS_PER_CHARACTER = 4  # at most: one for each byte of UTF-8
@@ -41,7 +40,7 @@ def end_at_stop_string(
         sample.response_length = kept
         sample.loss_mask = sample.loss_mask[:kept]
         sample.rollout_log_probs = sample.rollout_log_probs[:kept]
-        sample.version_spans = version_spans.fitted(sample.version_spans, kept)
+        sample.version_spans = clip_spans(sample.version_spans, kept)
         sample.status = SampleStatus.COMPLETED
     sample.response = decode(response)
 
@@ -94,7 +93,7 @@ def append_generation(sample: Sample, generation: Generation) -> None:
 
 def append_observation(sample: Sample, token_ids: list[int]) -> None:
     """Adds what no model wrote: not trained on, with log-probability 0; the text is left as it is."""
-    spans: list[Span] = [[version_spans.NO_VERSION, len(token_ids)]]
+    spans: list[Span] = [[NO_VERSION, len(token_ids)]]
     _append(sample, token_ids, [0.0] * len(token_ids), spans, trained=False)
 
 
@@ -159,9 +158,9 @@ async def converse(
 
 
 def _append(sample: Sample, token_ids: list[int], log_probs: list[float], spans: list[Span], *, trained: bool) -> None:
-    sample.version_spans = version_spans.fitted(sample.version_spans, sample.response_length)
+    sample.version_spans = clip_spans(sample.version_spans, sample.response_length)
     for version, count in spans:
-        version_spans.add(sample.version_spans, version, count)
+        add_span(sample.version_spans, version, count)
     sample.tokens = sample.tokens + token_ids
     sample.response_length += len(token_ids)
     sample.loss_mask = [*(sample.loss_mask or []), *[int(trained)] * len(token_ids)]

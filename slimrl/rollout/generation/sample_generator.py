@@ -20,8 +20,7 @@ from typing import Any
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
-from slimrl.data import sample as version_spans
-from slimrl.data.sample import Sample, SampleStatus, unserved_field
+from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
 from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
 from slimrl.rollout.async_utils import ends_from_outside
 from slimrl.rollout.generation.multi_turn import append_generation, end_at_stop_string, stop_tokens
@@ -318,4 +317,4 @@ def _check(sample: Sample, *, may_be_aborted: bool) -> None:
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries and the response {sample.response_length} tokens")
     if sample.version_spans:  # functions that cut or lengthen a response need not know of them
-        sample.version_spans = version_spans.fitted(sample.version_spans, sample.response_length)
+        sample.version_spans = clip_spans(sample.version_spans, sample.response_length)

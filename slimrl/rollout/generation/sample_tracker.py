@@ -28,8 +28,7 @@ from types import FrameType
 from typing import Any
 
 from slimrl.arguments import Arguments
-from slimrl.data import sample as version_spans
-from slimrl.data.sample import Sample
+from slimrl.data.sample import Sample, add_span
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.observability.timeline import REQUESTS, WAITED_MS
 from slimrl.observability.tracer import Timeline
@@ -321,4 +320,4 @@ class Making:
         sample.version_spans = [list(span) for span in self.before.version_spans] if kept else []
         if len(set(self.versions)) == 1:
             known = sum(count for _, count in sample.version_spans)
-            version_spans.add(sample.version_spans, self.versions[0], sample.response_length - known)
+            add_span(sample.version_spans, self.versions[0], sample.response_length - known)
