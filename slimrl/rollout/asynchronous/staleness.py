@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, fitted
+from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, clip_spans
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
 from slimrl.rollout.metrics import START_ROLLOUT_ID
 
@@ -47,7 +47,7 @@ def is_of_other_weights(sample: Sample, version: int) -> bool:
     if not sample.response_length or not (drawn or sample.status is SampleStatus.ABORTED):
         return False
     place = 0
-    for drawn_by, count in fitted(sample.version_spans, sample.response_length):
+    for drawn_by, count in clip_spans(sample.version_spans, sample.response_length):
         if int(drawn_by) > version if drawn_by.isdecimal() else _is_trained(sample, place, place + count):
             return True
         place += count
