@@ -19,8 +19,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import orjson
 
-from slimrl.data import sample
-from slimrl.data.sample import Span
+from slimrl.data.sample import Span, add_span
 from slimrl.engines.protocol import EngineAnswerError, Generation
 
 
@@ -204,8 +203,8 @@ def _spans(meta: _MetaInfo, count: int) -> list[Span]:
     """The spans of `count` tokens; the engine's own may count a token that it does not hand out, or lack the last."""
     spans: list[Span] = []
     for span in meta.weight_versions:
-        sample.add(spans, span.version, min(span.end, count) - span.start)
-    sample.add(spans, meta.weight_version, count - sum(length for _, length in spans))
+        add_span(spans, span.version, min(span.end, count) - span.start)
+    add_span(spans, meta.weight_version, count - sum(length for _, length in spans))
     return spans
 
 
