@@ -1,18 +1,18 @@
-"""Synchronous, one step ahead and without end: seconds per step and idle slots on a long-tailed length distribution.
+"""Synchronous, one step ahead and without end: seconds per step and idle GPUs on a long-tailed length distribution.
 
     python benchmarks/asynchrony.py [--rounds 3] [--steps 16] [--model FOLDER]
 
-Each mode trains the same tiny model on the same prompts, with 2 training slots and 2 engines of 16 requests each, over
+Each mode trains the same tiny model on the same prompts, with 2 training GPUs and 2 engines of 16 requests each, over
 the real servers and router. Responses have lengths drawn from a log-normal distribution (median 50, sigma 1.1, at most
 1200 tokens), one per sample and the same in every mode. All modes run in turn, round by round; shown are medians over
 rounds of
 
 - seconds per step, from one rollout's hand-over to training to the next one's, over the middle of the run;
-- how much of that time training slots do not train: 1 - seconds in training / seconds per step;
+- how much of that time training GPUs do not train: 1 - seconds in training / seconds per step;
 - how many of the engines' 32 places for requests are empty, on average over that time;
 - the age of the trained samples in rollouts (see docs/asynchrony.md), with their share.
 
-The peer is the first line, train.py on slots of its own. Target: generation without end takes at most half of it.
+The peer is the first line, train.py on GPUs of its own. Target: generation without end takes at most half of it.
 `--model` names a folder of tools/make_tiny_model.py with a converted `torch_dist` in it; else one is made first.
 """
 

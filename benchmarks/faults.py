@@ -56,9 +56,9 @@ def run(
     tiny: Tiny, folder: Path, name: str, entry: str, steps: int, hits: list[faults.Hit], seed: int, *, colocate: bool
 ) -> tuple[harness.Finished, list[list[Sample]], list[str]]:
     """One run; its end, the samples of each step, and what was done to it."""
-    slots = {"colocate": True, "actor_num_gpus_per_node": 2}
+    gpus = {"colocate": True, "actor_num_gpus_per_node": 2}
     if not colocate:
-        slots = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 2}
+        gpus = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 2}
     tolerance = {
         "use_fault_tolerance": True,
         "rollout_health_check_interval": 1,
@@ -66,7 +66,7 @@ def run(
     }
     dumps = folder / name / "{rollout_id}.jsonl"
     flags = tiny.flags(
-        **slots,
+        **gpus,
         **(tolerance if hits else {}),
         num_rollout=steps,
         rollout_shuffle=None,

@@ -2,7 +2,7 @@
 
     python benchmarks/leak.py [--steps 200] [--warm-up 40]
 
-Makes the tiny model, runs train.py with real SGLang and Megatron on one slot (two prompts, two samples each, a few
+Makes the tiny model, runs train.py with real SGLang and Megatron on one GPU (two prompts, two samples each, a few
 tokens) and reads the memory of every process after every step from summary.json. Prints, for each process, memory
 after the warm-up and at the end, and the growth per step: the median of all slopes between pairs of steps (Theil and
 Sen), which a single jump does not move. Limit: 0.05 MiB per step, of which ten thousand steps make half a gigabyte.

@@ -5,7 +5,7 @@
 Two tables. From logits: slimrl's `vocab_parallel_log_probs` beside plain torch (log_softmax, gather, entropy, with
 autograd) and megatron-core's `vocab_parallel_cross_entropy`, which has no entropy. From hidden states, the output
 layer's three matrix products included: slimrl's `output_log_probs`, which keeps no logits and does a fourth, beside the
-same layer with its logits kept and plain torch. The default vocabulary is Qwen3's over four tensor-parallel slots.
+same layer with its logits kept and plain torch. The default vocabulary is Qwen3's over four tensor-parallel GPUs.
 
 Targets: from logits less than 0.1 of their bytes beside them and their gradient; from hidden states not slower than
 1.35 times the layer that keeps its logits. The ways run in turn, round by round; times are medians of processor time,

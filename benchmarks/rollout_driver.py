@@ -10,7 +10,7 @@ Target: at least 2000 samples per second on 4 cores. Beside it, in rounds that t
 router: the router itself under a generator that reads nothing, an aiohttp client that only decodes the answers, and an
 httpx client with its own JSON, the way of the known systems. Those spend 9 to 13 ms of driver CPU per sample in all
 (75 to 112 samples per second). Prints medians over the rounds: samples per second, and microseconds of CPU per sample
-of each process. Latencies are those of requests, once in these rollouts (which keep every slot of the client busy) and
+of each process. Latencies are those of requests, once in these rollouts (which keep every GPU of the client busy) and
 once at a steady 500 requests per second.
 """
 
@@ -180,12 +180,12 @@ async def decode_only(url: str, body: bytes, count: int, concurrency: int) -> No
 
 async def httpx_only(url: str, request: dict[str, Any], count: int, concurrency: int) -> None:
     """The same as the known systems do it: httpx, its JSON, and the tokens picked out of the answer."""
-    slots = asyncio.Semaphore(concurrency)
+    gpus = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None)) as client:
 
         async def generate() -> None:
-            async with slots:
+            async with gpus:
                 response = await client.post(url, json=request)
                 response.raise_for_status()
                 scored = response.json()["meta_info"]["output_token_logprobs"]

@@ -41,7 +41,7 @@ MODEL = """--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --
 RUN = """--input-key prompt --label-key label --apply-chat-template --rm-type deepscaler --num-rollout 100
  --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --colocate --bf16
  --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --sequence-parallel --use-dynamic-batch-size
- --max-tokens-per-gpu 9216 --sglang-mem-fraction-static 0.4 --slot-memory-gib 80"""
+ --max-tokens-per-gpu 9216 --sglang-mem-fraction-static 0.4 --gpu-memory-gib 80"""
 
 
 def recipe(folder: Path) -> list[str]:

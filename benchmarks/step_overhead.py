@@ -116,7 +116,7 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     import ray
 
     from slimrl.cluster.launch import Launch
-    from slimrl.cluster.placement import Slots, plan_slots
+    from slimrl.cluster.placement import GpuBundles, plan_gpus
     from slimrl.cluster.ray_session import ray_session
     from slimrl.cluster.supervisor import Supervisor
     from slimrl.cluster.training.train_group import TrainGroup
@@ -126,11 +126,11 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     args, share = arguments(folder, timeline), batch()
     save_model(args, folder)
     direct = MegatronTrainer(args, rank=0, world_size=1, local_rank=0, init_method=f"file://{folder}/store")
-    plan = plan_slots(args)
+    plan = plan_gpus(args)
     times: dict[str, list[float]] = {name: [] for name in ("directly", "pickle and object store", "through Ray")}
     with ray_session(plan.total):
-        slots = Slots(plan)
-        group = TrainGroup(args, slots, Supervisor(Patience(120.0, None)), Launch.of_run(args))
+        gpus = GpuBundles(plan)
+        group = TrainGroup(args, gpus, Supervisor(Patience(120.0, None)), Launch.of_run(args))
         group.initialize()
         for step in range(rounds):
             times["directly"].append(milliseconds(lambda step=step: direct.train(step, share)))
@@ -139,7 +139,7 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
             times["pickle and object store"].append(put)
             times["through Ray"].append(put + milliseconds(lambda s=step, p=placed: group.train(s, p)))
         group.close()
-        slots.release()
+        gpus.release()
     direct.close()
     return times
 

@@ -7,7 +7,7 @@
 # the trained model back to Hugging Face and shows what was learnt. Everything lies in runs/quickstart afterwards.
 # Flags are checked before anything is made; with --dry-run among those of train.py only the plan of the run is printed.
 #   --seed N         of the model, the data and the run (default 0)
-#   --split          training and generation on slots of their own, instead of taking turns on the same ones
+#   --split          training and generation on GPUs of their own, instead of taking turns on the same ones
 #   --async          as --split, and the next rollout is generated while this one is trained on
 #   --run-name NAME  write to runs/NAME (default quickstart); where that is there already, to runs/NAME_attempt_N
 set -euo pipefail
@@ -125,15 +125,15 @@ MISC_ARGS=(
    --save-debug-rollout-limit 10
 )
 
-# A slot is a GPU on a GPU machine; here Ray is told to have that many.
-SLOTS=2
+# Ray is told to have this many GPUs; without GPUs they are logical.
+NUM_GPUS=2
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2)
 case $PLACEMENT in
    # Without GPUs host and device memory are one: leaving it takes time and wins nothing.
    colocated) PLACEMENT_ARGS+=(--colocate --no-offload-train --no-offload-rollout) ;;
-   split) SLOTS=4 ;;
-   async) SLOTS=4 && ENTRY=train_async.py ;;
+   split) NUM_GPUS=4 ;;
+   async) NUM_GPUS=4 && ENTRY=train_async.py ;;
 esac
 RUN_ARGS=(
    "${CKPT_ARGS[@]}"
@@ -170,8 +170,8 @@ source "$TINY/model_args.sh"
 say "converting Hugging Face -> torch_dist"
 python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TINY/model" --save "$REFERENCE"
 
-say "starting Ray with $SLOTS slots"
-ray_begin --num-gpus "$SLOTS" --object-store-memory 200000000
+say "starting Ray with $NUM_GPUS GPUs"
+ray_begin --num-gpus "$NUM_GPUS" --object-store-memory 200000000
 
 say "training: $ENTRY, $PLACEMENT"
 ray_job env CUDA_VISIBLE_DEVICES='' python3 "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}" ||

@@ -54,7 +54,7 @@ recipe_model() {
 
 # recipe_run ENTRY: runs ENTRY as a Ray job with the recipe's arrays.
 recipe_run() {
-   local entry=$1 slots=$GPUS_PER_NODE later='' prefix=()
+   local entry=$1 num_gpus=$GPUS_PER_NODE later='' prefix=()
    if [[ $TINY == yes && $FAMILY == none ]]; then
       fail 2 "--tiny: $RECIPE is for a model that this version refuses, so there is no toy of it"
    fi
@@ -64,7 +64,7 @@ recipe_run() {
       unset RAY_ADDRESS WORLD_SIZE RANK
       recipe_tiny
       later=$RUN_DIR
-      slots=4
+      num_gpus=4
       prefix=(env "CUDA_VISIBLE_DEVICES=")
    elif [[ -n ${RAY_ADDRESS:-} || ${RANK:-0} != 0 ]]; then
       later=/ # what paths lead to is on the machine that the job runs on
@@ -85,7 +85,7 @@ recipe_run() {
    flags_check python3 "$entry" "$later" "${flags[@]}"
    if [[ $TINY == yes ]]; then recipe_make_toy; fi
    if flags_have --dry-run "${EXTRA_ARGS[@]}"; then flags_plan "$entry" "${flags[@]}"; fi
-   ray_begin --num-gpus "$slots" ${TINY:+--object-store-memory 200000000}
+   ray_begin --num-gpus "$num_gpus" ${TINY:+--object-store-memory 200000000}
    ray_job "${prefix[@]}" python3 "$entry" "${flags[@]}" ||
       fail $? "the training job failed; its output stands above"
 }

@@ -56,26 +56,26 @@ def _model(args: Arguments) -> None:
 def _layout(args: Arguments) -> None:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
-        args.notes.append("--sequence-parallel is off: it shares work among tensor parallel slots and there is 1.")
+        args.notes.append("--sequence-parallel is off: it shares work among tensor parallel GPUs and there is 1.")
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
-    model_slots = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if model_slots > 0:
-        args.data_parallel_size = max(args.actor_num_gpus // model_slots, 1)
-    _colocated_slots(args)
-    if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # theirs, for what is counted per slot
+    model_gpus = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if model_gpus > 0:
+        args.data_parallel_size = max(args.actor_num_gpus // model_gpus, 1)
+    _colocated_gpus(args)
+    if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # theirs, for what is counted per GPU
         args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
     _pipeline(args)
 
 
-def _colocated_slots(args: Arguments) -> None:
-    """With --colocate the engines have the training slots; a number of slots left in a command line is not used."""
+def _colocated_gpus(args: Arguments) -> None:
+    """With --colocate the engines have the training GPUs; a number of GPUs left in a command line is not used."""
     given, shared = args.rollout_num_gpus, args.actor_num_gpus
     if not args.colocate or given == shared or (given is not None and args.debug_rollout_only):
         return
     if given is not None:
         args.notes.append(
-            f"--rollout-num-gpus {given} is not used: with --colocate the engines have the {shared} training slots."
+            f"--rollout-num-gpus {given} is not used: with --colocate the engines have the {shared} training GPUs."
         )
     args.rollout_num_gpus = shared
 
@@ -183,7 +183,7 @@ def _notes(args: Arguments) -> None:
     tp, per_node = args.tensor_model_parallel_size, args.actor_num_gpus_per_node
     if tp > per_node:
         args.notes.append(
-            f"--tensor-model-parallel-size {tp} shares each layer among nodes of {per_node} training slots: every layer"
+            f"--tensor-model-parallel-size {tp} shares each layer among nodes of {per_node} training GPUs: every layer"
             " waits for the network between them."
         )
     if args.num_rollout is not None and args.num_epoch is not None:

@@ -26,7 +26,7 @@ One flat list of flags for `train.py` and `train_async.py`. This page is made fr
 - The default is in its column; where that says `-`, the meaning ends with what is used instead, in brackets.
 - Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--router-<x>` to the router.
 - Paths of functions are dotted import paths (`package.module.function`); their contracts are in `slimrl/hooks/`.
-- A slot is one GPU, or one CPU share on a machine without GPUs.
+- On a machine without GPUs, a GPU is a logical GPU of Ray: a share of the CPUs.
 - Flags that Megatron-LM or slime have and that this version does not serve are listed too: *refused* says what to
   use instead. Their default is accepted, so that a script which spells it out runs.
 """

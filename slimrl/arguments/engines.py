@@ -76,8 +76,8 @@ def starts_reward_servers(args: Arguments) -> bool:
     return args.rm_model is not None and args.rm_url is None and not args.debug_train_only
 
 
-def reward_slots(args: Arguments) -> int:
-    """Slots of the reward model's servers, behind those of training and rollout."""
+def reward_gpus(args: Arguments) -> int:
+    """GPUs of the reward model's servers, behind those of training and rollout."""
     return args.rm_num_gpus if starts_reward_servers(args) else 0
 
 

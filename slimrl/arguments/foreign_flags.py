@@ -11,7 +11,8 @@ import re
 
 VERL, OPENRLHF, TRL, SWIFT = "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
-SHORT = "a short form's"
+FORMER = "a former name"
+SHORT = "a short form"
 _LORA = "every weight is trained here, there are no adapters; leave it out"
 _CRITIC = "no estimator here has a critic; leave it out"
 _VLLM = "the engines are SGLang's; leave it out"
@@ -28,7 +29,7 @@ class OtherWord:
 
     def sentence(self, name: str) -> str:
         """What to write in place of `name`, which is the word as typed."""
-        who = f"{name} is a short form" if self.owner == SHORT else f"{name} is {self.owner} word"
+        who = f"{name} is {self.owner}{'' if self.owner in (SHORT, FORMER) else ' word'}"
         if self.flag is None:
             return f"{who} and has no flag here: {self.clause}."
         return f"{who}: here it is {self.flag}{', ' + self.clause if self.clause else ''}."
@@ -36,6 +37,8 @@ class OtherWord:
 
 # word: (owner, our flag, clause)
 _ROWS: dict[str, tuple[str, str | None, str]] = {
+    # names that flags of slimrl had before
+    "slot-memory-gib": (FORMER, "--gpu-memory-gib", ""),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
     "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
@@ -49,9 +52,9 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "ep-size": (SHORT, "--expert-model-parallel-size", ""),
     "expert-parallel-size": (SHORT, "--expert-model-parallel-size", ""),
     "etp": (SHORT, "--expert-tensor-parallel-size", ""),
-    "dp": (SHORT, None, "it is the training slots divided by the other parallel sizes; leave it out"),
-    "dp-size": (SHORT, None, "it is the training slots divided by the other parallel sizes; leave it out"),
-    "data-parallel-size": (SHORT, None, "it is the training slots divided by the other sizes; leave it out"),
+    "dp": (SHORT, None, "it is the training GPUs divided by the other parallel sizes; leave it out"),
+    "dp-size": (SHORT, None, "it is the training GPUs divided by the other parallel sizes; leave it out"),
+    "data-parallel-size": (SHORT, None, "it is the training GPUs divided by the other sizes; leave it out"),
     "batch-size": (SHORT, "--rollout-batch-size", "in prompts, or --global-batch-size, in samples"),
     "num-gpus": (SHORT, "--actor-num-gpus-per-node", "and --rollout-num-gpus or --colocate for the engines"),
     "nnodes": (SHORT, "--actor-num-nodes", ""),
@@ -174,7 +177,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "attn-implementation": (OPENRLHF, "--attention-backend", ""),
     "colocate-all-models": (OPENRLHF, "--colocate", ""),
     "async-train": (OPENRLHF, "--max-weight-staleness", "with train_async.py"),
-    "vllm-num-engines": (OPENRLHF, "--rollout-num-gpus", "in slots, --rollout-num-gpus-per-engine of each engine"),
+    "vllm-num-engines": (OPENRLHF, "--rollout-num-gpus", "in GPUs, --rollout-num-gpus-per-engine of each engine"),
     "vllm-tensor-parallel-size": (OPENRLHF, "--rollout-num-gpus-per-engine", ""),
     "vllm-gpu-memory-utilization": (OPENRLHF, "--sglang-mem-fraction-static", ""),
     "l2": (OPENRLHF, "--weight-decay", ""),

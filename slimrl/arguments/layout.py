@@ -1,6 +1,6 @@
-"""Where everything lies: slots on nodes, parallel groups of ranks, layers of pipeline stages.
+"""Where everything lies: GPUs on nodes, parallel groups of ranks, layers of pipeline stages.
 
-Pure arithmetic. The orders are those that the run itself uses: slots are counted node by node, training takes the
+Pure arithmetic. The orders are those that the run itself uses: GPUs are counted node by node, training takes the
 first ones; ranks are grouped in megatron-core's default order tp-cp-ep-dp-pp.
 """
 
@@ -10,21 +10,21 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from slimrl.arguments.engines import reward_slots
+from slimrl.arguments.engines import reward_gpus
 from slimrl.arguments.namespace import Arguments
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One slot: its node and its number on that node, both from 0."""
+    """One GPU: its node and its number on that node, both from 0."""
 
     node: int
-    slot: int
+    gpu: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Slots in order; `train`, `engines` and `reward` are positions in `places` (one range per server)."""
+    """GPUs in order; `train`, `engines` and `reward` are positions in `places` (one range per server)."""
 
     places: tuple[Place, ...]
     train: range
@@ -33,34 +33,34 @@ class Placement:
 
     @property
     def total(self) -> int:
-        """Slots that the run reserves."""
+        """GPUs that the run reserves."""
         return max(self.train.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
 
     def shares(self, positions: range) -> dict[int, int]:
-        """How many of these slots lie on each of their nodes."""
+        """How many of these GPUs lie on each of their nodes."""
         return dict(Counter(self.places[position].node for position in positions))
 
     def nodes_of(self, positions: range) -> list[int]:
-        """The nodes that these slots lie on."""
+        """The nodes that these GPUs lie on."""
         return sorted({self.places[position].node for position in positions})
 
     def on_node(self, node: int) -> int:
-        """Slots of the run on one node."""
+        """GPUs of the run on one node."""
         return sum(place.node == node for place in self.places)
 
 
 def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
-    """Slots of both roles. `nodes` has the slots of each node of a running cluster; None: as --num-gpus-per-node says.
+    """GPUs of both roles. `nodes` has the GPUs of each node of a running cluster; None: as --num-gpus-per-node says.
 
-    Slots beyond what `nodes` have are put on a node that does not exist: the caller refuses the plan then.
+    GPUs beyond what `nodes` have are put on a node that does not exist: the caller refuses the plan then.
     """
     train = 0 if args.debug_rollout_only else args.actor_num_gpus
-    rollout = 0 if args.debug_train_only else args.rollout_slots
+    rollout = 0 if args.debug_train_only else args.rollout_gpus
     start = 0 if args.colocate else train
     size = args.rollout_num_gpus_per_engine
     engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))
     others = max(train, start + rollout)
-    total, size = others + reward_slots(args), args.rm_num_gpus_per_engine
+    total, size = others + reward_gpus(args), args.rm_num_gpus_per_engine
     reward = tuple(range(first, first + size) for first in range(others, total, size))
     return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward)
 
@@ -68,8 +68,8 @@ def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
 def _places(total: int, nodes: Sequence[int] | None, per_node: int) -> list[Place]:
     if nodes is None:
         return [Place(*divmod(position, per_node)) for position in range(total)]
-    real = [Place(node, slot) for node, slots in enumerate(nodes) for slot in range(slots)]
-    missing = [Place(len(nodes), slot) for slot in range(total - len(real))]
+    real = [Place(node, gpu) for node, gpus in enumerate(nodes) for gpu in range(gpus)]
+    missing = [Place(len(nodes), gpu) for gpu in range(total - len(real))]
     return [*real, *missing][:total]
 
 
@@ -88,7 +88,7 @@ class Groups:
 
     @property
     def optimizer_shares(self) -> int:
-        """Slots that hold the same dense weights, over which a distributed optimizer is divided."""
+        """GPUs that hold the same dense weights, over which a distributed optimizer is divided."""
         return self.data * self.context
 
 
@@ -139,10 +139,10 @@ def expert_axes(groups: Groups) -> tuple[tuple[str, int], ...]:
 
 
 def stage_layers(args: Arguments) -> list[tuple[int, ...]]:
-    """The layers that the slots of each pipeline stage hold, from checked flags.
+    """The layers that the GPUs of each pipeline stage hold, from checked flags.
 
     The first and the last stage may be given, the others get equal parts; where the embedding (the loss) counts as a
-    layer, the first (last) piece has one less. With virtual stages the model goes round the slots several times.
+    layer, the first (last) piece has one less. With virtual stages the model goes round the GPUs several times.
     """
     stages, rounds = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     given = {0: args.decoder_first_pipeline_num_layers, stages - 1: args.decoder_last_pipeline_num_layers}

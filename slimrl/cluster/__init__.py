@@ -1,1 +1,1 @@
-"""Ray: slots, train workers, the rollout manager, and the watch over all of them."""
+"""Ray: GPUs, train workers, the rollout manager, and the watch over all of them."""

@@ -1,4 +1,4 @@
-"""Whose the slots' memory is: training's or the engines', each in its turn.
+"""Whose the GPUs' memory is: training's or the engines', each in its turn.
 
 Owns the order in which memory changes hands around training and around a push of weights, and times every change. With
 neither side offloaded it does nothing. Promises that the two sides together never hold more than one of them and the
@@ -56,7 +56,7 @@ class Turns:
 
     @property
     def training_sleeps(self) -> bool:
-        """Whether the trained weights are off their slots."""
+        """Whether the trained weights are off their GPUs."""
         return self._training_sleeps
 
     def begin_training(self) -> None:

@@ -21,19 +21,19 @@ def dry_run(args: Arguments, entry: str) -> int:
     """Prints the plan; returns the exit code, 2 where it is refused."""
     machine = this_machine()
     model = f"--model-path={args.hf_checkpoint}"
-    # a slot of another size is a slot of another machine, and those are planned with GPUs
-    on_cpu = not machine.gpus and args.slot_memory_gib is None
+    # with a memory of its own choosing the plan is for another machine, which has GPUs
+    on_cpu = not machine.gpus and args.gpu_memory_gib is None
     words = [word for word in with_defaults([model]) if word != model] if on_cpu else []
     try:
-        nodes = slots_of_nodes(os.environ.get("RAY_ADDRESS"))
+        nodes = gpus_of_nodes(os.environ.get("RAY_ADDRESS"))
     except ClusterAbsentError as error:
         print(f"{entry}: {error}", file=sys.stderr)
         return EXIT_REFUSED
     return print_plan(args, entry, Surroundings(machine, nodes, words))
 
 
-def slots_of_nodes(address: str | None) -> list[int] | None:
-    """GPU slots of each node of the cluster at `address` (RAY_ADDRESS), most first; None without one.
+def gpus_of_nodes(address: str | None) -> list[int] | None:
+    """GPUs of each node of the cluster at `address` (RAY_ADDRESS), most first; None without one.
 
     Raises ClusterAbsentError where nothing answers there; Ray itself would try for minutes.
     """

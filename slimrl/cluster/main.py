@@ -85,7 +85,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
 def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.launch import DriverWithoutGpuError
-    from slimrl.cluster.ray_session import SlotsMissingError
+    from slimrl.cluster.ray_session import InsufficientGpusError
     from slimrl.cluster.run import open_run
     from slimrl.cluster.supervisor import ProcessDiedError
     from slimrl.cluster.training.train_group import RankFailedError
@@ -111,7 +111,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     try:
         with open_run(args) as run:
             loop(run)
-    except (SlotsMissingError, DriverWithoutGpuError, PrometheusError, FolderInUseError) as error:
+    except (InsufficientGpusError, DriverWithoutGpuError, PrometheusError, FolderInUseError) as error:
         logger.error("%s", error)
         return EXIT_REFUSED
     except (

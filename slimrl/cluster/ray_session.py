@@ -33,16 +33,16 @@ DAEMON_END_TIMEOUT_S = 3.0
 RAY_FOLDER = "r"  # the path of a socket in it may not be longer than 107 bytes
 
 
-class SlotsMissingError(RuntimeError):
-    """The Ray cluster has fewer GPU slots than the flags ask for."""
+class InsufficientGpusError(RuntimeError):
+    """The Ray cluster has fewer GPUs than the flags ask for."""
 
 
 @contextlib.contextmanager
-def ray_session(slots_needed: int, log_level: str = "warning", machine: Machine | None = None) -> Iterator[None]:
+def ray_session(gpus_needed: int, log_level: str = "warning", machine: Machine | None = None) -> Iterator[None]:
     """Connects to the running cluster (as inside `ray job submit`), else starts a local one; leaves it at the end.
 
-    A local cluster on a machine without GPUs is given `slots_needed` logical GPUs. `machine` is the driver's.
-    Raises SlotsMissingError when the cluster can never place the job, DriverWithoutGpuError where it has GPUs that the
+    A local cluster on a machine without GPUs is given `gpus_needed` logical GPUs. `machine` is the driver's.
+    Raises InsufficientGpusError when the cluster can never place the job, DriverWithoutGpuError where it has GPUs that the
     driver does not see.
     """
     machine = machine if machine is not None else this_machine()
@@ -57,8 +57,8 @@ def ray_session(slots_needed: int, log_level: str = "warning", machine: Machine 
             _warn_of_open_cluster()
             check_driver_sees_gpus(machine, ray.cluster_resources(), os.environ)
         else:
-            _start_local(stack, slots_needed, options, machine)
-        check_slots(slots_needed, int(ray.cluster_resources().get("GPU", 0)))
+            _start_local(stack, gpus_needed, options, machine)
+        check_gpus(gpus_needed, int(ray.cluster_resources().get("GPU", 0)))
         yield
 
 
@@ -75,12 +75,12 @@ def _warn_of_open_cluster() -> None:
         )
 
 
-def _start_local(stack: contextlib.ExitStack, slots: int, options: dict[str, Any], machine: Machine) -> None:
+def _start_local(stack: contextlib.ExitStack, gpus: int, options: dict[str, Any], machine: Machine) -> None:
     # A folder of our own, short enough for the sockets inside it, so that nothing stays behind. Ray opens the folder
     # that it is given to everybody: it gets one inside.
     folder = stack.enter_context(stale_resources.owned_folder("slimrl-ray-")) / RAY_FOLDER
     stack.callback(ray.shutdown)  # before the folder goes
-    logical = {} if machine.cuda else {"num_gpus": slots}
+    logical = {} if machine.cuda else {"num_gpus": gpus}
     with contextlib.ExitStack() as unfinished:
         unfinished.callback(_end_children_but, psutil.Process().children())
         with _own_signal_handler(), _visible_to_ray(bool(logical)), _children_in_their_own_groups():
@@ -173,12 +173,12 @@ def _visible_to_ray(logical: bool) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = hidden
 
 
-def check_slots(needed: int, present: int) -> None:
-    """Raises SlotsMissingError when `present` < `needed`."""
+def check_gpus(needed: int, present: int) -> None:
+    """Raises InsufficientGpusError when `present` < `needed`."""
     if present < needed:
-        raise SlotsMissingError(
-            f"the flags ask for {needed} GPU slots and the Ray cluster has {present}: start Ray with more"
-            f" (`ray start --num-gpus {needed}` gives logical slots on a machine without GPUs) or lower"
+        raise InsufficientGpusError(
+            f"the flags ask for {needed} GPUs and the Ray cluster has {present}: start Ray with more"
+            f" (`ray start --num-gpus {needed}` gives logical GPUs on a machine without GPUs) or lower"
             " --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus or --rm-num-gpus"
         )
 

@@ -20,7 +20,7 @@ from slimrl.cluster.engines.engine_recovery import KEEP_TRYING_S, Recovery
 from slimrl.cluster.engines.health_monitor import HealthFlags, states_of
 from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.placement import Slots
+from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import GenerationWhere
 from slimrl.data.sample import Sample
 from slimrl.data.train_batch import schedule_batch
@@ -118,17 +118,17 @@ class RolloutManager:
         self._tokenizer: Any = None
         self._data_source: Any = None
 
-    async def start(self, slots: Slots | None, launch: Launch) -> list[Any]:
-        """Starts the fleet (none where `slots` is None: replay of recorded rollouts); returns the endpoints."""
+    async def start(self, gpus: GpuBundles | None, launch: Launch) -> list[Any]:
+        """Starts the fleet (none where `gpus` is None: replay of recorded rollouts); returns the endpoints."""
         async_utils.expect_many_samples()
         self._loop = LoopWatch()
         contain_tasks(asyncio.get_running_loop())
-        if slots is None:
+        if gpus is None:
             await self._open_data()
             return []
         self._doing = "starting the servers (sglang*.log and router.log beside this log)"
-        fleet = self._start_fleet(slots, launch)
-        judges = RewardServers.start(self._args, slots, launch)
+        fleet = self._start_fleet(gpus, launch)
+        judges = RewardServers.start(self._args, gpus, launch)
         with self._timeline.span("start of the servers"):
             # together: each takes seconds
             _, self._reward_servers, _ = await asyncio.gather(fleet, judges, self._open_data())
@@ -158,8 +158,8 @@ class RolloutManager:
         self._doing = ""
         return self._fleet.endpoints
 
-    async def _start_fleet(self, slots: Slots, launch: Launch) -> None:
-        self._fleet = await Fleet.start(self._args, slots, launch)
+    async def _start_fleet(self, gpus: GpuBundles, launch: Launch) -> None:
+        self._fleet = await Fleet.start(self._args, gpus, launch)
 
     async def _open_data(self) -> None:
         """Loads the tokenizer and opens the data source, once."""

@@ -18,7 +18,7 @@ from slimrl.cluster.colocate import Turns
 from slimrl.cluster.engine_resync import Joining
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import reach_of
-from slimrl.cluster.placement import SlotPlan, Slots, plan_slots
+from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
 from slimrl.cluster.rollout_manager_proxy import EngineMemory, ManagerEnd, of_manager, of_servers
@@ -284,9 +284,9 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(args: Arguments) -> Iterator[Run]:
-    """Reserves slots, starts train workers and the inference fleet, loads the checkpoint; ends them all at the end."""
+    """Reserves GPUs, starts train workers and the inference fleet, loads the checkpoint; ends them all at the end."""
     check_somebody_listens(args.rollout_external_engine_addrs or [])
-    plan = plan_slots(args)
+    plan = plan_gpus(args)
     launch = Launch.of_run(args)
     with contextlib.ExitStack() as stack:
         if args.save is not None and not args.debug_rollout_only and not args.only_evaluates:
@@ -297,10 +297,10 @@ def open_run(args: Arguments) -> Iterator[Run]:
         stack.enter_context(ray_session(plan.total, machine=launch.machine))
         log = stack.enter_context(RunLog.open(args, package_versions()))
         args = with_key(dataclasses.replace(args, wandb_key=None))  # nobody else needs that one
-        slots = Slots(plan)
-        stack.callback(slots.release)
+        gpus = GpuBundles(plan)
+        stack.callback(gpus.release)
         launch = launch.placed(reach_of(args))
-        nodes = stack.enter_context(watching(slots.slots, plan))
+        nodes = stack.enter_context(watching(gpus.gpus, plan))
         supervisor = Supervisor(Patience.from_args(args), nodes.silent)
         manager = _start_manager(args, plan, launch)
         manager_end = stack.enter_context(ManagerEnd.of_actor(args, manager))
@@ -308,12 +308,12 @@ def open_run(args: Arguments) -> Iterator[Run]:
         supervisor.watch(manager.watch_loop.remote(), lambda error: f"the rollout manager died: {error}")
         args = _with_length(args, manager, supervisor)
 
-        logger.info("starting %d train workers and %d rollout slots", len(plan.train), len(plan.rollout))
-        starting = manager.start.remote(None if args.debug_train_only else slots, launch)
+        logger.info("starting %d train workers and %d rollout GPUs", len(plan.train), len(plan.rollout))
+        starting = manager.start.remote(None if args.debug_train_only else gpus, launch)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
             logger.info("%s", start_of(args).sentence)
-            trainers = TrainGroup(args, slots, supervisor, launch)
+            trainers = TrainGroup(args, gpus, supervisor, launch)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training takes its memory
             supervisor.get([starting], of_manager(manager, "the start of the engines"))
@@ -369,7 +369,7 @@ def _joining(
     return joining
 
 
-def _start_manager(args: Arguments, plan: SlotPlan, launch: Launch) -> ray.actor.ActorHandle:
+def _start_manager(args: Arguments, plan: PlacementPlan, launch: Launch) -> ray.actor.ActorHandle:
     options = {"runtime_env": {"env_vars": launch.environment}, "name": "rollout manager", "max_concurrency": 64}
     data_parallel_size = args.data_parallel_size if plan.train else 1
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"

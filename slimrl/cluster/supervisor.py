@@ -23,14 +23,14 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from slimrl.cluster.placement import Slot, SlotPlan
+from slimrl.cluster.placement import GpuBundle, PlacementPlan
 from slimrl.cluster.watchdog import Awaited, Patience, Wait
 
 _SIGNS = ("running low on memory", "due to memory pressure (OOM)")
 _NODE = re.compile(r"Memory on the node \(IP: ([^,]+), ID: [^)]*\) was ([\d.]+) ?GB used / ([\d.]+) ?GB limit")
 _PROCESS = re.compile(r"pid=(\d+), actual memory used=([\d.]+) ?GB")
 _MEND = (
-    "give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each slot needs);"
+    "give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each GPU needs);"
     " Ray's limit is RAY_memory_usage_threshold"
 )
 
@@ -278,18 +278,18 @@ def _silence(node: WatchedNode, seconds: float) -> str:
     )
 
 
-def watching(slots: Sequence[Slot], plan: SlotPlan) -> contextlib.AbstractContextManager[NodeWatch]:
+def watching(gpus: Sequence[GpuBundle], plan: PlacementPlan) -> contextlib.AbstractContextManager[NodeWatch]:
     """The watch over all nodes of the run but the driver's own."""
     own = ray.get_runtime_context().get_node_id()
-    return NodeWatch(nodes_of(slots, plan, ray.nodes(), own)).running()
+    return NodeWatch(nodes_of(gpus, plan, ray.nodes(), own)).running()
 
 
-def nodes_of(slots: Sequence[Slot], plan: SlotPlan, known: Iterable[dict], own: str) -> list[WatchedNode]:
-    """What is to be watched: the head and the nodes that hold a slot, but for `own`; `known` are Ray's own words."""
-    shares = (("training ranks", plan.train), ("rollout slots", plan.rollout), ("reward slots", plan.reward))
+def nodes_of(gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dict], own: str) -> list[WatchedNode]:
+    """What is to be watched: the head and the nodes that hold a GPU, but for `own`; `known` are Ray's own words."""
+    shares = (("training ranks", plan.train), ("rollout GPUs", plan.rollout), ("reward GPUs", plan.reward))
     found = []
     for node in known:
-        here = {index for index, slot in enumerate(slots) if slot.node == node["NodeID"]}
+        here = {index for index, gpu in enumerate(gpus) if gpu.node == node["NodeID"]}
         is_head = _HEAD in node["Resources"]
         if not (here or is_head) or node["NodeID"] == own:
             continue

@@ -22,8 +22,8 @@ PIECE_SHARE, PIECE_ALIGNMENT = 1 / 16, 64
 class Setting:
     """What the bytes depend on beside the model.
 
-    `tokens` are those of one slot in one micro-batch; `element` is the bytes of one activation; `sequence` is by how
-    many slots norms and residuals are divided (tensor parallel size with sequence parallelism, else 1).
+    `tokens` are those of one GPU in one micro-batch; `element` is the bytes of one activation; `sequence` is by how
+    many GPUs norms and residuals are divided (tensor parallel size with sequence parallelism, else 1).
     """
 
     tokens: int
@@ -58,7 +58,7 @@ def _attention(shape: Shape, setting: Setting) -> dict[str, int]:
 
 
 def _latent_attention(shape: Shape, setting: Setting) -> dict[str, int]:
-    """The latent vectors before and after their norm, whole on every slot; then heads, divided as usual."""
+    """The latent vectors before and after their norm, whole on every GPU; then heads, divided as usual."""
     latent = shape.latent
     latents = 2 * latent.kv_rank + latent.rotary_width + 2 * (latent.q_rank or 0)
     qk = latent.qk_width + latent.rotary_width

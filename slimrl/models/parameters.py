@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from slimrl.models.model_spec import Experts, LatentAttention, Shape
 
 # Megatron's gradient buffer with a distributed optimizer: tensors start at multiples of 64 elements, and the whole is
-# padded so that the data parallel slots get equal parts, each at a multiple of 128 elements or a divisor of it.
+# padded so that the data parallel GPUs get equal parts, each at a multiple of 128 elements or a divisor of it.
 TENSOR_ALIGNMENT = 64
 BUFFER_ALIGNMENT = 128
 
@@ -77,7 +77,7 @@ def _whole(shape: Shape) -> Weights:
 
 
 def stage_weights(shape: Shape, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
-    """The tensors of one slot of a pipeline stage with these layers; `first` and `last` say which ends it holds."""
+    """The tensors of one GPU of a pipeline stage with these layers; `first` and `last` say which ends it holds."""
     matrix = (shape.padded_vocab // split.tp * shape.hidden,)
     weights = Weights(matrix) if first or (last and shape.mtp_layers) else Weights()
     kinds = {moe: layer_weights(shape, split, moe=moe) for moe in {shape.moe_layers[layer] for layer in layers}}
@@ -122,7 +122,7 @@ def _attention(shape: Shape, tp: int) -> tuple[int, ...]:
 
 
 def _latent_attention(shape: Shape, latent: LatentAttention, tp: int) -> tuple[int, ...]:
-    """The projections down to the latent vectors are whole on every slot (DeepSeek-V2, arXiv:2405.04434)."""
+    """The projections down to the latent vectors are whole on every GPU (DeepSeek-V2, arXiv:2405.04434)."""
     heads, qk_width = shape.heads // tp, latent.qk_width + latent.rotary_width
     tensors = [
         shape.hidden * (latent.kv_rank + latent.rotary_width),
@@ -150,7 +150,7 @@ def _feed_forward(shape: Shape, width: int, tp: int) -> tuple[int, ...]:
 
 
 def _experts(shape: Shape, experts: Experts, split: Split) -> Weights:
-    """Router and shared expert on every slot, the others spread over the expert parallel slots."""
+    """Router and shared expert on every GPU, the others spread over the expert parallel GPUs."""
     dense = [experts.number * shape.hidden]
     if shape.linear_bias:
         dense.append(experts.number)
@@ -170,7 +170,7 @@ def _mtp_weights(shape: Shape, split: Split) -> Weights:
 
 
 def buffer_elements(tensors: tuple[int, ...], parts: int, *, distributed: bool) -> int:
-    """Elements of Megatron's gradient buffer over these tensors; `parts` slots share a distributed optimizer."""
+    """Elements of Megatron's gradient buffer over these tensors; `parts` GPUs share a distributed optimizer."""
     if not distributed:
         return sum(tensors)
     aligned = sum(_multiple(size, TENSOR_ALIGNMENT) for size in tensors)

@@ -43,15 +43,15 @@ def trained_tokens(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
-def throughput(samples: list[Sample], seconds: float, slots: int | None) -> dict[str, float]:
+def throughput(samples: list[Sample], seconds: float, gpus: int | None) -> dict[str, float]:
     """Tokens by time, and the times that samples spent in tools, where any did."""
     found = {"perf/rollout_time": seconds}
     waited = [float(sample.metadata.get(NON_GENERATION_TIME, 0.0)) for sample in samples]
     kinds = {"": [sample.response_length for sample in samples], "effective_": list(map(trained_tokens, samples))}
     for kind, lengths in kinds.items():
         longest = max(lengths)
-        if slots:
-            found[f"perf/{kind}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / slots
+        if gpus:
+            found[f"perf/{kind}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / gpus
         found[f"perf/longest_{kind}sample_tokens_per_sec"] = longest / seconds
         tools = mean([time for time, length in zip(waited, lengths, strict=True) if length == longest])
         if any(waited) and tools < seconds:

@@ -18,7 +18,7 @@ WRITTEN_OUT = {
     ),
     "recomputation": (
         "recomputation_is_complete recomputed_units_fill_the_stages recomputed_modules_are_there"
-        " saved_activations_have_slots"
+        " saved_activations_have_gpus"
     ),
     "rewards": "reward_service_has_an_address reward_model_can_be_asked dict_rewards_have_a_key",
 }

@@ -20,8 +20,8 @@ def test_the_colocated_recipe_is_accepted_and_derived(recipe):
     assert problems == []
     assert args.global_batch_size == 256  # 32 prompts x 8 responses / 1 step
     assert args.num_steps_per_rollout == 1
-    assert args.data_parallel_size == 4  # 8 slots / 2 tensor parallel
-    assert args.rollout_num_gpus == 8  # the training slots
+    assert args.data_parallel_size == 4  # 8 GPUs / 2 tensor parallel
+    assert args.rollout_num_gpus == 8  # the training GPUs
     assert args.padded_vocab_size == 152064  # 151936 = 593.5 x 256, so 594 x 256
     assert (args.kv_channels, args.num_query_groups, args.ffn_hidden_size) == (128, 8, 9728)
     assert (args.eps_clip, args.eps_clip_high) == (0.2, 0.28)
@@ -59,7 +59,7 @@ def test_a_flag_appended_to_the_recipe_wins(recipe):
 def test_a_converter_takes_the_model_flags_alone(recipe):
     args, problems = read_args(recipe.model_line(), entry="tools/convert_hf_to_torch_dist.py")
     assert problems == []
-    assert args.padded_vocab_size == 151936  # 1187 x 128, one slot
+    assert args.padded_vocab_size == 151936  # 1187 x 128, one GPU
 
 
 def test_a_converter_refuses_a_model_that_is_not_the_files(recipe):

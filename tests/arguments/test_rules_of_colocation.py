@@ -29,7 +29,7 @@ def read(recipe, more, placement=COLOCATED, entry="train.py"):
         ("--offload-train", SPLIT, (True, False)),
     ],
 )
-def test_sharing_slots_offloads_both_sides_unless_told_otherwise(recipe, more, placement, offloaded):
+def test_sharing_gpus_offloads_both_sides_unless_told_otherwise(recipe, more, placement, offloaded):
     assert read(recipe, more, placement) == (offloaded, [])
 
 

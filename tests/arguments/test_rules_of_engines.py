@@ -1,4 +1,4 @@
-"""Rules about engines: what SGLang can divide, over which slots and nodes, and what it cannot take.
+"""Rules about engines: what SGLang can divide, over which GPUs and nodes, and what it cannot take.
 
 Each rule lets the recipe and its neighbours pass, and says what is wrong in one sentence.
 """
@@ -36,16 +36,16 @@ OPTIONS = {
     "tp-size": PassthroughFlag("tp_size", type=int, managed_by="--rollout-num-gpus-per-engine"),
 }
 TABLES = {"sglang": lambda: OPTIONS}
-FOUR_NODES = "--actor-num-nodes 4 --rollout-num-gpus-per-engine"  # of 8 slots each, colocated
+FOUR_NODES = "--actor-num-nodes 4 --rollout-num-gpus-per-engine"  # of 8 GPUs each, colocated
 
 # rule -> (what passes when appended to the recipe, what does not and the sentence for it)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
-    "engines_fill_their_slots": (
+    "engines_fill_their_gpus": (
         ["--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 1"],
         [
             (
                 "--rollout-num-gpus-per-engine 3",
-                "--rollout-num-gpus 8 (the training slots, by --colocate) does not divide by"
+                "--rollout-num-gpus 8 (the training GPUs, by --colocate) does not divide by"
                 " --rollout-num-gpus-per-engine 3: choose a divisor.",
             )
         ],
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--actor-num-nodes 3 --rollout-num-gpus-per-engine 12 --rollout-batch-size 48",
                 "--rollout-num-gpus-per-engine 12 is more than a node has and no multiple of --num-gpus-per-node 8: an"
-                " engine over several nodes fills them; choose a multiple, or say how many slots a node has.",
+                " engine over several nodes fills them; choose a multiple, or say how many GPUs a node has.",
             ),
         ],
     ),
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--sglang-pp-size 2 --update-weight-transport disk --update-weight-disk-dir {dir}/weights",
                 "--sglang-pp-size 2 cannot be brought new weights by --update-weight-transport disk: SGLang's pipeline"
-                " stages take them from trainers on their own slots only; give --colocate without"
+                " stages take them from trainers on their own GPUs only; give --colocate without"
                 " --update-weight-transport disk, or divide engines by tensor and expert parallelism alone.",
             ),
         ],
@@ -240,17 +240,17 @@ def test_engines_over_nodes_begin_at_a_node(recipe):
     assert problems == []
     _, problems = read_args(recipe.line("--rollout-num-gpus-per-engine 16", placement=split.format(4)))
     assert [str(problem) for problem in problems] == [
-        "--rollout-num-gpus-per-engine 16 takes whole nodes of --num-gpus-per-node 8, and the 4 training slots before"
+        "--rollout-num-gpus-per-engine 16 takes whole nodes of --num-gpus-per-node 8, and the 4 training GPUs before"
         " the engines leave 4 of a node over: let training fill its nodes, or choose smaller engines."
     ]
 
 
-def test_stages_on_slots_of_their_own_cannot_be_updated(recipe):
+def test_stages_on_gpus_of_their_own_cannot_be_updated(recipe):
     split = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
     _, problems = read_args(recipe.line("--sglang-pp-size 2", placement=split), passthrough=TABLES)
     assert [str(problem) for problem in problems] == [
         "--sglang-pp-size 2 cannot be brought new weights by a broadcast: SGLang's pipeline stages take them from"
-        " trainers on their own slots only; give --colocate without --update-weight-transport disk, or divide engines"
+        " trainers on their own GPUs only; give --colocate without --update-weight-transport disk, or divide engines"
         " by tensor and expert parallelism alone."
     ]
 

@@ -20,7 +20,7 @@ TRAINERS = "--actor-num-nodes 1 --actor-num-gpus-per-node 2"
 EXTERNAL = "--rollout-external-engine-addrs"
 ONE = f"{EXTERNAL} 10.0.0.1:30000"
 
-# rule -> (what passes when appended to the trainers' slots, what does not and the sentence for it)
+# rule -> (what passes when appended to the trainers' GPUs, what does not and the sentence for it)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "limits_belong_to_what_they_limit": (
         [
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (f"{ONE} 10.0.0.1:30000", f"{EXTERNAL} names a server twice: give each once."),
             (
                 f"{ONE} --rollout-num-gpus 6",
-                "--rollout-num-gpus is for servers that slimrl starts on its slots, and --rollout-external-engine-addrs"
+                "--rollout-num-gpus is for servers that slimrl starts on its GPUs, and --rollout-external-engine-addrs"
                 " names running ones: leave one of the two out.",
             ),
             (
@@ -98,8 +98,8 @@ def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
     assert [str(problem) for problem in problems] == [sentence]
 
 
-def test_external_engines_need_no_slots_of_this_run(recipe):
+def test_external_engines_need_no_gpus_of_this_run(recipe):
     line = recipe.line(f"{ONE} 10.0.0.2:30000 --rollout-num-gpus-per-engine 4", placement=TRAINERS)
     args, problems = read_args(line, passthrough=TABLES)
     assert problems == []
-    assert (args.rollout_slots, args.rollout_num_gpus) == (0, 8)
+    assert (args.rollout_gpus, args.rollout_num_gpus) == (0, 8)

@@ -271,7 +271,7 @@ def test_what_is_off_without_an_error_is_noted(recipe):
     args, _ = read_args(recipe.line("--tensor-model-parallel-size 1 --num-epoch 3"))
     assert not args.sequence_parallel
     assert args.notes == [
-        "--sequence-parallel is off: it shares work among tensor parallel slots and there is 1.",
+        "--sequence-parallel is off: it shares work among tensor parallel GPUs and there is 1.",
         "--num-epoch 3 is not used: --num-rollout 3000 goes before it.",
     ]
     args, _ = read_args(recipe.line(without="--eval-interval"))

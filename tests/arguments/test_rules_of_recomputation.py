@@ -108,9 +108,9 @@ def test_modules_of_experts_pass_where_there_are_experts_and_dense_ones_do_not(r
     ]
 
 
-def test_saved_activations_are_spread_over_slots_that_there_are(recipe):
+def test_saved_activations_are_spread_over_gpus_that_there_are(recipe):
     without = ("--tensor-model-parallel-size",)
     assert sentences(recipe, "--distribute-saved-activations", without) == [
         "--distribute-saved-activations spreads what --recompute-granularity full saves over"
-        " --tensor-model-parallel-size slots, and one of the two is missing: add it, or leave the first out."
+        " --tensor-model-parallel-size GPUs, and one of the two is missing: add it, or leave the first out."
     ]

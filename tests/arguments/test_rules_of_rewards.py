@@ -70,7 +70,7 @@ def test_a_reward_model_needs_a_folder_and_its_flags_a_model(recipe, judge):
     ]
 
 
-def test_servers_of_a_reward_model_take_whole_shares_of_its_slots(recipe, judge):
+def test_servers_of_a_reward_model_take_whole_shares_of_its_gpus(recipe, judge):
     line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge()), "--rm-num-gpus", "3"]
     assert sentences(line) == []
     assert sentences([*line, "--rm-num-gpus-per-engine", "2"]) == [

@@ -10,20 +10,20 @@ from slimrl.arguments.validation.rule import Context
 
 
 @pytest.mark.parametrize(
-    ("slots", "strategy", "refused"), [(4, "optim_grads", 1), (8, "optim_grads", 0), (4, "optim", 0)]
+    ("gpus", "strategy", "refused"), [(4, "optim_grads", 1), (8, "optim_grads", 0), (4, "optim", 0)]
 )
-def test_sharded_gradients_need_experts_on_several_slots(slots: int, strategy: str, refused: int):
+def test_sharded_gradients_need_experts_on_several_gpus(gpus: int, strategy: str, refused: int):
     args = Arguments(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=strategy,
         num_experts=8,
         expert_model_parallel_size=4,
         actor_num_nodes=1,
-        actor_num_gpus_per_node=slots,
+        actor_num_gpus_per_node=gpus,
     )
     sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
     assert sentences == refused * [
-        "--expert-model-parallel-size 4 leaves each expert on one slot, where --use-megatron-fsdp cannot share its"
+        "--expert-model-parallel-size 4 leaves each expert on one GPU, where --use-megatron-fsdp cannot share its"
         " gradients out: lower it, or use --data-parallel-sharding-strategy optim."
     ]
 
@@ -33,6 +33,6 @@ def test_whole_gradients_of_megatron_fsdp_are_not_reduced_while_they_are_compute
     args = Arguments(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True)
     sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
     assert sentences == refused * [
-        "--use-megatron-fsdp with --data-parallel-sharding-strategy optim adds each slot's own gradient a second time"
+        "--use-megatron-fsdp with --data-parallel-sharding-strategy optim adds each GPU's own gradient a second time"
         " under --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads)."
     ]

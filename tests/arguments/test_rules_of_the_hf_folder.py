@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_is_one_sentence(recipe, change, sentence):
     [
         "--debug-train-only --load-debug-rollout-data {rollout_id}.jsonl",
         "--sglang-load-format dummy",
-        "--dry-run --slot-memory-gib 80",
+        "--dry-run --gpu-memory-gib 80",
     ],
 )
 def test_weights_that_nobody_loads_need_not_be_there(recipe, more, monkeypatch):
@@ -178,7 +178,7 @@ def test_weights_that_nobody_loads_need_not_be_there(recipe, more, monkeypatch):
 
 def test_a_plan_without_weights_says_that_a_run_would_be_refused(recipe):
     surroundings = Surroundings(Machine(gpus=(), host=None))
-    line = recipe.line("--dry-run --slot-memory-gib 80")
+    line = recipe.line("--dry-run --gpu-memory-gib 80")
     assert warnings(make_plan(read_args(line)[0], "train.py", surroundings)) == []
     (recipe.dir / "hf" / "pytorch_model.bin").unlink()
     (said,) = warnings(make_plan(read_args(line)[0], "train.py", surroundings))

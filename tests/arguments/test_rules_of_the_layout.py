@@ -1,4 +1,4 @@
-"""Rules about slots, batches and how the weights are shared out.
+"""Rules about GPUs, batches and how the weights are shared out.
 
 Each rule lets the recipe and its neighbours pass, and says what is wrong in one sentence.
 """
@@ -69,32 +69,32 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "slot_memory_is_planned_with": (
-        ["--slot-memory-gib 80 --dry-run"],
+    "gpu_memory_is_planned_with": (
+        ["--gpu-memory-gib 80 --dry-run"],
         [
             (
-                "--slot-memory-gib 80",
-                "--slot-memory-gib 80 is what --dry-run plans with: add it, or leave this out.",
+                "--gpu-memory-gib 80",
+                "--gpu-memory-gib 80 is what --dry-run plans with: add it, or leave this out.",
             )
         ],
     ),
-    "rollout_has_slots": (["--rollout-num-gpus 8", "--rollout-num-gpus 4", "--rollout-num-gpus 16"], []),
-    "training_slots_fit_the_node": (
+    "rollout_has_gpus": (["--rollout-num-gpus 8", "--rollout-num-gpus 4", "--rollout-num-gpus 16"], []),
+    "training_gpus_fit_the_node": (
         ["--num-gpus-per-node 16"],
         [
             (
                 "--num-gpus-per-node 4",
                 "--actor-num-gpus-per-node 8 is more than the --num-gpus-per-node 4 of a node: lower it, or say how"
-                " many slots a node has.",
+                " many GPUs a node has.",
             )
         ],
     ),
-    "world_divides_by_model_slots": (
+    "world_divides_by_model_gpus": (
         ["--tensor-model-parallel-size 8", "--tensor-model-parallel-size 1"],
         [
             (
                 "--actor-num-gpus-per-node 3 --rollout-num-gpus-per-engine 1 --rollout-batch-size 3",
-                "--actor-num-nodes 1 x --actor-num-gpus-per-node 3 = 3 training slots do not divide by"
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 3 = 3 training GPUs do not divide by"
                 " --tensor-model-parallel-size 2: choose a divisor.",
             ),
         ],
@@ -168,7 +168,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "global_batch_divides_over_slots": (
+    "global_batch_divides_over_gpus": (
         ["--rollout-batch-size 1 --n-samples-per-prompt 4"],
         [
             (
@@ -234,7 +234,7 @@ def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
     assert [str(problem) for problem in problems] == [sentence.format(dir=recipe.dir)]
 
 
-def test_static_batches_divide_by_slots_and_micro_batch(recipe):
+def test_static_batches_divide_by_gpus_and_micro_batch(recipe):
     line = recipe.line("--micro-batch-size 3", without="--use-dynamic-batch-size")
     at = line.index("--max-tokens-per-gpu")
     del line[at : at + 2]
@@ -261,7 +261,7 @@ def test_one_step_per_rollout_is_the_default(recipe):
     ]
 
 
-def test_train_async_refuses_shared_slots(recipe):
+def test_train_async_refuses_shared_gpus(recipe):
     _, problems = read_args(recipe.line(), entry="train_async.py")
     assert [str(problem) for problem in problems] == [
         "--colocate lets training and generation take turns, and train_async.py runs them at once: give"
@@ -271,20 +271,20 @@ def test_train_async_refuses_shared_slots(recipe):
     assert read_args(line, entry="train_async.py")[1] == []
 
 
-@pytest.mark.parametrize("slots", [4, 16])
-def test_slots_of_engines_beside_colocate_are_not_used_and_said_to_be_so(recipe, slots):
-    args, _ = read_args(recipe.line(f"--rollout-num-gpus {slots}"))
+@pytest.mark.parametrize("gpus", [4, 16])
+def test_gpus_of_engines_beside_colocate_are_not_used_and_said_to_be_so(recipe, gpus):
+    args, _ = read_args(recipe.line(f"--rollout-num-gpus {gpus}"))
     assert args.rollout_num_gpus == 8
-    said = f"--rollout-num-gpus {slots} is not used: with --colocate the engines have the 8 training slots."
+    said = f"--rollout-num-gpus {gpus} is not used: with --colocate the engines have the 8 training GPUs."
     assert args.notes.count(said) == 1
 
 
-def test_the_same_number_of_slots_twice_is_worth_no_line(recipe):
+def test_the_same_number_of_gpus_twice_is_worth_no_line(recipe):
     args, _ = read_args(recipe.line("--rollout-num-gpus 8"))
     assert not [note for note in args.notes if "--rollout-num-gpus" in note]
 
 
-def test_engines_alone_have_the_slots_that_they_are_given(recipe):
+def test_engines_alone_have_the_gpus_that_they_are_given(recipe):
     args, problems = read_args(recipe.line("--rollout-num-gpus 4 --debug-rollout-only"))
     assert problems == []
     assert args.rollout_num_gpus == 4

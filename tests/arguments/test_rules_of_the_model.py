@@ -98,7 +98,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "experts_divide_over_slots": (
+    "experts_divide_over_gpus": (
         [
             f"{EXPERTS} --expert-model-parallel-size 8",
             f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel",
@@ -160,7 +160,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "world_divides_by_model_slots": (
+    "world_divides_by_model_gpus": (
         [
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
             f"{EXPERTS} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
@@ -168,13 +168,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--tensor-model-parallel-size 4 --context-parallel-size 4",
-                "--actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training slots do not divide by"
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training GPUs do not divide by"
                 " --tensor-model-parallel-size 4 x --context-parallel-size 4 = 16: choose sizes whose product divides"
                 " them.",
             ),
             (
                 f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
-                "--actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training slots do not divide by"
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 8 = 8 training GPUs do not divide by"
                 " --expert-model-parallel-size 8 x --pipeline-model-parallel-size 2 = 16: choose sizes whose product"
                 " divides them.",
             ),

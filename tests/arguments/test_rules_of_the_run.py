@@ -253,7 +253,7 @@ def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
         ),
         (
             "--colocate",
-            "the engines have no slots: give --rollout-num-gpus (slots of their own) or --colocate (shared slots).",
+            "the engines have no GPUs: give --rollout-num-gpus (GPUs of their own) or --colocate (shared GPUs).",
         ),
         (
             "--recompute-method",

@@ -8,21 +8,21 @@ import pytest
 import ray
 
 from slimrl.arguments.layout import placement
-from slimrl.cluster.dry_run import ClusterAbsentError, slots_of_nodes
-from slimrl.cluster.placement import plan_slots
+from slimrl.cluster.dry_run import ClusterAbsentError, gpus_of_nodes
+from slimrl.cluster.placement import plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from tests.arguments.plan.published import QWEN3_4B, flags
 from tests.megatron.launch import free_port
 
 
 def test_without_a_cluster_nothing_is_asked():
-    assert slots_of_nodes(None) is None
+    assert gpus_of_nodes(None) is None
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once():
     started = time.perf_counter()
     with pytest.raises(ClusterAbsentError, match="RAY_ADDRESS=127.0.0.1:.* does not answer"):
-        slots_of_nodes(f"127.0.0.1:{free_port()}")
+        gpus_of_nodes(f"127.0.0.1:{free_port()}")
     assert time.perf_counter() - started < 15  # 3 s at most; Ray itself would try for minutes
 
 
@@ -35,17 +35,17 @@ def test_a_cluster_that_does_not_answer_is_named_at_once():
         dict(rollout_num_gpus=4, debug_rollout_only=True),
     ],
 )
-def test_the_plan_reserves_the_slots_that_the_run_reserves(changes):
+def test_the_plan_reserves_the_gpus_that_the_run_reserves(changes):
     args = flags(QWEN3_4B, rollout_num_gpus_per_engine=2, **changes)
-    planned, reserved = placement(args, None), plan_slots(args)
+    planned, reserved = placement(args, None), plan_gpus(args)
     assert (planned.total, planned.train) == (reserved.total, reserved.train)
-    assert [slot for engine in planned.engines for slot in engine] == list(reserved.rollout)
+    assert [gpu for engine in planned.engines for gpu in engine] == list(reserved.rollout)
 
 
 @pytest.mark.slow
-def test_a_running_cluster_says_how_many_slots_its_nodes_have():
+def test_a_running_cluster_says_how_many_gpus_its_nodes_have():
     with ray_session(3):
         address = ray.get_runtime_context().gcs_address
-        program = f"from slimrl.cluster.dry_run import slots_of_nodes; print(slots_of_nodes('{address}'))"
+        program = f"from slimrl.cluster.dry_run import gpus_of_nodes; print(gpus_of_nodes('{address}'))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[3]", done.stderr

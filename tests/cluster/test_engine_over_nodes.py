@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from slimrl.cluster.engines.engine_group import Fleet
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.placement import Slots, plan_slots
+from slimrl.cluster.placement import GpuBundles, plan_gpus
 from slimrl.engines.sglang.server import ServerProcess
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    """A Ray cluster of two nodes with one slot each."""
+    """A Ray cluster of two nodes with one GPU each."""
     with (
         tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -73,15 +73,15 @@ def fleet(two_nodes: Cluster, folders: list[Path], tmp_path_factory: pytest.Temp
         num_gpus_per_node=1,
         sglang_options=OPTIONS,
     )
-    slots = Slots(plan_slots(args))
+    gpus = GpuBundles(plan_gpus(args))
     fleet = None
     try:
-        fleet = asyncio.run(Fleet.start(args, slots, Launch.of_run(args)))
+        fleet = asyncio.run(Fleet.start(args, gpus, Launch.of_run(args)))
         yield fleet
     finally:
         if fleet is not None:
             asyncio.run(fleet.close())
-        slots.release()
+        gpus.release()
 
 
 def engine_processes(folder: Path) -> dict[str, psutil.Process]:
@@ -123,7 +123,7 @@ def assert_serves(url: str, folder: Path, version: str) -> None:
 
 def test_its_processes_lie_on_different_nodes_and_one_of_them_joins_the_router(fleet, folders):
     (endpoint,) = fleet.endpoints
-    assert list(endpoint.slots) == [0, 1] and len(set(endpoint.nodes)) == 2
+    assert list(endpoint.gpus) == [0, 1] and len(set(endpoint.nodes)) == 2
     assert sorted(engine_processes(folders[0])) == ["--node-rank=0", "--node-rank=1"]
 
 
@@ -140,7 +140,7 @@ def test_it_generates_what_one_process_generates(fleet, folders, tmp_path):
     assert max(abs(a - b) for a, b in zip(over_nodes_logprobs, logprobs, strict=True)) <= 1e-4
 
 
-def test_it_takes_weights_from_the_trainers_on_its_slots_and_from_elsewhere(fleet, folders, tmp_path):
+def test_it_takes_weights_from_the_trainers_on_its_gpus_and_from_elsewhere(fleet, folders, tmp_path):
     args = tiny_args(tensor_model_parallel_size=2)
     with RankPool(2) as pool:
         for way, version, folder in (("colocated", "1", folders[1]), ("split", "2", folders[2])):

@@ -13,7 +13,7 @@ from slimrl.cluster.training.train_group import RankFailedError
 from slimrl.cluster.watchdog import Awaited
 from slimrl.weights.update.topology import EngineEndpoint
 
-OLD, NEW, OTHER = (EngineEndpoint(f"http://{name}", [slot]) for slot, name in enumerate(("old", "new", "other")))
+OLD, NEW, OTHER = (EngineEndpoint(f"http://{name}", [gpu]) for gpu, name in enumerate(("old", "new", "other")))
 
 
 class Calls:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import slimrl
-from slimrl.cluster.placement import Slot, SlotPlan
+from slimrl.cluster.placement import GpuBundle, PlacementPlan
 from slimrl.cluster.supervisor import NodeWatch, Pace, WatchedNode, nodes_of
 from tests.machines import ADDRESSES, two_machines, why_not
 
@@ -35,17 +35,17 @@ def test_a_node_is_named_within_half_a_minute_of_its_last_answer():
     assert pace.silent_after_s + pace.period_s + pace.timeout_s <= 30
 
 
-def test_every_other_node_with_a_slot_is_watched_and_described_by_what_is_on_it():
-    slots = [Slot(i, node, "", 0) for i, node in enumerate("aabbcc")]
-    plan = SlotPlan(6, range(3), range(3, 5), 1, range(5, 6))
+def test_every_other_node_with_a_gpu_is_watched_and_described_by_what_is_on_it():
+    gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("aabbcc")]
+    plan = PlacementPlan(6, range(3), range(3, 5), 1, range(5, 6))
     known = [
         {"NodeID": node, "NodeManagerAddress": f"10.0.0.{number}", "NodeManagerPort": 7000 + number, "Resources": {}}
         for number, node in enumerate("abcde")
     ]
     known[4]["Resources"] = {"CPU": 8.0, "node:__internal_head__": 1.0}
-    assert nodes_of(slots, plan, known, own="a") == [
-        WatchedNode("10.0.0.1", 7001, "training ranks 2; rollout slots 0"),
-        WatchedNode("10.0.0.2", 7002, "rollout slots 1; reward slots 0"),
+    assert nodes_of(gpus, plan, known, own="a") == [
+        WatchedNode("10.0.0.1", 7001, "training ranks 2; rollout GPUs 0"),
+        WatchedNode("10.0.0.2", 7002, "rollout GPUs 1; reward GPUs 0"),
         WatchedNode("10.0.0.4", 7004, "the head of Ray"),
     ]
 

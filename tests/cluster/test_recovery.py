@@ -43,7 +43,7 @@ class FakeEngine:
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        return EngineEndpoint(self.url, slots=[self.index], life=self.life)
+        return EngineEndpoint(self.url, gpus=[self.index], life=self.life)
 
     def die(self) -> None:
         self.end.set_result(
@@ -298,7 +298,7 @@ def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_lines():
     asyncio.run(body())
 
 
-def test_no_server_starts_while_training_has_the_slots():
+def test_no_server_starts_while_training_has_the_gpus():
     async def body():
         async with recovering(1) as (recovery, fleet, _, memory):
             memory.servers = []

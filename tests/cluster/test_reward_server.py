@@ -1,4 +1,4 @@
-"""A reward model behind real SGLang servers on slots of their own."""
+"""A reward model behind real SGLang servers on GPUs of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.placement import SlotPlan, Slots
+from slimrl.cluster.placement import GpuBundles, PlacementPlan
 from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
@@ -55,8 +55,8 @@ def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, to
     assert len({len(row) for row in read}) == 6 and tokenizer.decode(read[0]).endswith("<|im_end|>\n")
 
     async def run() -> tuple[list[float], str]:
-        slots = Slots(SlotPlan(1, range(0), range(0), 1, range(1), 1))
-        servers = await RewardServers.start(args, slots, Launch.of_run(args))
+        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, range(1), 1))
+        servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer(servers.reachable(args))
         try:
             never = asyncio.Event().wait()
@@ -71,7 +71,7 @@ def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, to
         finally:
             scorer.close()
             await servers.close()
-            slots.release()
+            gpus.release()
 
     with ray_session(1):
         rewards, death = asyncio.run(run())

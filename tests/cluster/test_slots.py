@@ -1,4 +1,4 @@
-"""Slot arithmetic, and the real placement of Ray on logical GPUs."""
+"""GPU arithmetic, and the real placement of Ray on logical GPUs."""
 
 import logging
 import signal
@@ -10,8 +10,8 @@ from ray._raylet import AuthenticationMode
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session as ray_session_module
-from slimrl.cluster.placement import ENGINE_SHARE, TRAIN_SHARE, Slot, Slots, engine_parts, in_order, plan_slots
-from slimrl.cluster.ray_session import SlotsMissingError, _own_signal_handler, check_slots, ray_session
+from slimrl.cluster.placement import ENGINE_SHARE, TRAIN_SHARE, GpuBundle, GpuBundles, engine_parts, in_order, plan_gpus
+from slimrl.cluster.ray_session import InsufficientGpusError, _own_signal_handler, check_gpus, ray_session
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor
 from slimrl.cluster.watchdog import Awaited, Patience, answers
 
@@ -34,56 +34,56 @@ def flags(**changes):
 
 
 def test_split_training_comes_first_and_rollout_behind_it():
-    plan = plan_slots(flags())
+    plan = plan_gpus(flags())
     assert (plan.total, list(plan.train), list(plan.rollout)) == (8, [0, 1], [2, 3, 4, 5, 6, 7])
 
 
-def test_colocated_sides_share_slots_from_the_first():
-    plan = plan_slots(flags(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=4))
+def test_colocated_sides_share_gpus_from_the_first():
+    plan = plan_gpus(flags(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=4))
     assert (plan.total, list(plan.train), list(plan.rollout)) == (4, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(("colocate", "reward"), [(False, [8, 9, 10]), (True, [6, 7, 8])])
-def test_the_reward_model_comes_last_and_shares_no_slot(colocate, reward):
-    plan = plan_slots(flags(colocate=colocate, rm_model="judge"))
+def test_the_reward_model_comes_last_and_shares_no_gpu(colocate, reward):
+    plan = plan_gpus(flags(colocate=colocate, rm_model="judge"))
     assert list(plan.reward) == reward and plan.total == reward[-1] + 1 and plan.rollout.stop == reward[0]
 
 
 @pytest.mark.parametrize("changes", [{}, {"rm_url": "http://a:1"}, {"debug_train_only": True}])
-def test_only_servers_that_are_started_take_slots(changes):
-    plan = plan_slots(flags(**{"rm_model": "judge" if changes else None, **changes}))
+def test_only_servers_that_are_started_take_gpus(changes):
+    plan = plan_gpus(flags(**{"rm_model": "judge" if changes else None, **changes}))
     assert not plan.reward and plan.total == 2 + len(plan.rollout)
 
 
-def test_replay_needs_no_rollout_slots():
-    assert plan_slots(flags(debug_train_only=True)).total == 2
+def test_replay_needs_no_rollout_gpus():
+    assert plan_gpus(flags(debug_train_only=True)).total == 2
 
 
-def slots_on(*nodes):
-    """Slots in order; `nodes` are the numbers of slots of 10.0.0.1, 10.0.0.2, ..."""
+def gpus_on(*nodes):
+    """GPUs in order; `nodes` are the numbers of GPUs of 10.0.0.1, 10.0.0.2, ..."""
     places = [(node, gpu) for node, count in enumerate(nodes, start=1) for gpu in range(count)]
-    return [Slot(bundle, f"n{node}", f"10.0.0.{node}", gpu) for bundle, (node, gpu) in enumerate(places)]
+    return [GpuBundle(bundle, f"n{node}", f"10.0.0.{node}", gpu) for bundle, (node, gpu) in enumerate(places)]
 
 
 def parts(changes, *nodes):
-    """[(node, slots)] of each engine."""
-    plan = plan_slots(flags(**changes))
-    engines = engine_parts(plan.rollout, plan.per_engine, slots_on(*nodes))
-    return [[(part.node, list(part.slots)) for part in engine] for engine in engines]
+    """[(node, GPUs)] of each engine."""
+    plan = plan_gpus(flags(**changes))
+    engines = engine_parts(plan.rollout, plan.per_engine, gpus_on(*nodes))
+    return [[(part.node, list(part.gpus)) for part in engine] for engine in engines]
 
 
-def test_slots_are_ordered_by_address_as_numbers_then_node_then_gpu():
+def test_gpus_are_ordered_by_address_as_numbers_then_node_then_gpu():
     places = [("b", "10.0.0.10", 0), ("c", "10.0.0.9", 1), ("c", "10.0.0.9", 0), ("a", "10.0.0.10", 1)]
-    ordered = in_order(Slot(bundle, *place) for bundle, place in enumerate(places))
-    assert [slot.bundle for slot in ordered] == [2, 1, 3, 0]
+    ordered = in_order(GpuBundle(bundle, *place) for bundle, place in enumerate(places))
+    assert [gpu.bundle for gpu in ordered] == [2, 1, 3, 0]
 
 
 def test_gpus_that_are_named_by_uuid_keep_one_order():
-    slots = [Slot(bundle, "a", "10.0.0.1", gpu) for bundle, gpu in enumerate(["GPU-9f", "GPU-1a", "MIG-0"])]
-    assert [slot.gpu_id for slot in in_order(slots)] == ["GPU-1a", "GPU-9f", "MIG-0"]
+    gpus = [GpuBundle(bundle, "a", "10.0.0.1", gpu) for bundle, gpu in enumerate(["GPU-9f", "GPU-1a", "MIG-0"])]
+    assert [gpu.gpu_id for gpu in in_order(gpus)] == ["GPU-1a", "GPU-9f", "MIG-0"]
 
 
-def test_engines_on_one_node_take_neighbouring_slots():
+def test_engines_on_one_node_take_neighbouring_gpus():
     split = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
     assert parts(split, 8) == [[("n1", [2, 3])], [("n1", [4, 5])], [("n1", [6, 7])]]
     assert parts(split, 4, 4) == [[("n1", [2, 3])], [("n2", [4, 5])], [("n2", [6, 7])]]
@@ -101,22 +101,26 @@ def test_an_engine_larger_than_a_node_has_one_part_on_each_of_its_nodes():
 
 def test_an_engine_between_two_nodes_is_refused():
     colocated = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
-    with pytest.raises(SlotsMissingError, match="engine 1 would get 1 of the 3 on 10.0.0.1, 1 of the 5 on 10.0.0.2"):
-        parts(colocated, 3, 5)  # slots 2 and 3
+    with pytest.raises(
+        InsufficientGpusError, match="engine 1 would get 1 of the 3 on 10.0.0.1, 1 of the 5 on 10.0.0.2"
+    ):
+        parts(colocated, 3, 5)  # GPUs 2 and 3
     assert [len(engine) for engine in parts(colocated, 4, 4)] == [1, 1, 1, 1]
 
 
 def test_an_engine_that_fills_its_nodes_unevenly_is_refused():
     colocated = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
-    with pytest.raises(SlotsMissingError, match="engine 0 would get 5 of the 5 on 10.0.0.1, 3 of the 3 on 10.0.0.2"):
+    with pytest.raises(
+        InsufficientGpusError, match="engine 0 would get 5 of the 5 on 10.0.0.1, 3 of the 3 on 10.0.0.2"
+    ):
         parts({**colocated, "rollout_num_gpus_per_engine": 8}, 5, 3)
     assert len(parts({**colocated, "rollout_num_gpus_per_engine": 8}, 4, 4)[0]) == 2
 
 
 def test_too_small_a_cluster_is_refused_with_both_numbers():
-    check_slots(4, 4)
-    with pytest.raises(SlotsMissingError, match="ask for 4 GPU slots and the Ray cluster has 3"):
-        check_slots(4, 3)
+    check_gpus(4, 4)
+    with pytest.raises(InsufficientGpusError, match="ask for 4 GPUs and the Ray cluster has 3"):
+        check_gpus(4, 3)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_a_signal_that_meets_the_handler_of_another_is_handled_by_the_runs_own(o
 
 
 @pytest.mark.slow
-def test_a_train_worker_and_an_engine_share_a_slot_and_a_death_ends_the_wait():
+def test_a_train_worker_and_an_engine_share_a_gpu_and_a_death_ends_the_wait():
     @ray.remote(concurrency_groups={"watch": 1})
     class Member:
         def gpu(self):
@@ -182,17 +186,17 @@ def test_a_train_worker_and_an_engine_share_a_slot_and_a_death_ends_the_wait():
             os._exit(3)
 
     with ray_session(2):
-        slots = Slots(plan_slots(flags(colocate=True, rollout_num_gpus=2)))
-        assert len({(slot.node_ip, slot.gpu_id) for slot in slots.slots}) == 2
-        members = [Member.options(**slots.options(0, share)).remote() for share in (TRAIN_SHARE, ENGINE_SHARE)]
-        assert [ray.get(member.gpu.remote()) for member in members] == [[slots.slots[0].gpu_id]] * 2
+        gpus = GpuBundles(plan_gpus(flags(colocate=True, rollout_num_gpus=2)))
+        assert len({(gpu.node_ip, gpu.gpu_id) for gpu in gpus.gpus}) == 2
+        members = [Member.options(**gpus.options(0, share)).remote() for share in (TRAIN_SHARE, ENGINE_SHARE)]
+        assert [ray.get(member.gpu.remote()) for member in members] == [[gpus.gpus[0].gpu_id]] * 2
         supervisor = Supervisor(Patience(0, None))
         awaited = Awaited("nothing", lambda _: "")
         for name, member in zip(("one", "two"), members, strict=True):
             supervisor.watch(member.watch.remote(), lambda error, name=name: f"{name} died")
-        assert supervisor.get([members[0].gpu.remote()], awaited) == [[slots.slots[0].gpu_id]]
+        assert supervisor.get([members[0].gpu.remote()], awaited) == [[gpus.gpus[0].gpu_id]]
         members[1].die.remote()
         with pytest.raises(ProcessDiedError, match="two died"):
             supervisor.get([members[0].watch.remote()], awaited)
         # who is dead has no answer, which is no error of those who only ask how things stand
-        assert answers([member.gpu.remote() for member in members]) == [[slots.slots[0].gpu_id], None]
+        assert answers([member.gpu.remote() for member in members]) == [[gpus.gpus[0].gpu_id], None]

@@ -111,7 +111,7 @@ def test_a_page_about_memory_becomes_a_sentence_with_its_numbers(monkeypatch, er
         supervisor.get([Call() if watched else died], Awaited("train of rollout 3", lambda _: ""))
     assert str(failure.value) == ("train worker rank 1 died: " if watched else "") + (
         "Ray ended process 4711, which had 11.5 GB, for want of memory: 29.8 of the 31.2 GB of machine 10.0.0.7 were in"
-        " use; give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each slot"
+        " use; give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each GPU"
         " needs); Ray's limit is RAY_memory_usage_threshold"
     )
 

@@ -1,4 +1,4 @@
-"""The slots' memory changes hands in one order, and each change is timed."""
+"""The GPUs' memory changes hands in one order, and each change is timed."""
 
 from __future__ import annotations
 

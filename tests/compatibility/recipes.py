@@ -68,7 +68,7 @@ RECIPES: dict[str, Recipe] = {
  --sglang-mem-fraction-static 0.7 --sglang-server-concurrency 160 --sglang-log-level INFO
  --sglang-cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64""",
     ),
-    "manual: split into 2 training and 6 generating slots": Recipe(
+    "manual: split into 2 training and 6 generating GPUs": Recipe(
         "qwen3-4B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
  --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 1""",
@@ -133,7 +133,7 @@ RECIPES: dict[str, Recipe] = {
  --sglang-dp-size 4 --sglang-enable-dp-lm-head --sglang-ep-size 32 --sglang-moe-a2a-backend deepep
  --sglang-deepep-mode auto --sglang-cuda-graph-bs 1 2 4 8 16 24 32""",
     ),
-    "glm4-9B, 4 training and 4 generating slots": Recipe(
+    "glm4-9B, 4 training and 4 generating GPUs": Recipe(
         "glm4-9B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 2, 1, 4608)} --actor-num-nodes 1
  --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2""",

@@ -239,10 +239,10 @@ def test_the_client_hands_answers_on_as_they_are_and_checks_them_all_the_same(to
             with pytest.raises(EngineRequestError, match="refused"):
                 await client.ask("/refused", {})
             waiting = asyncio.ensure_future(client.ask("/generate", payload))
-            client._slots.get_nowait()
+            client._gpus.get_nowait()
             await asyncio.sleep(0)
             await client.abort_all()
-            client._slots.put_nowait(None)
+            client._gpus.put_nowait(None)
             return await waiting
 
     assert serve(router, body)["meta_info"]["finish_reason"]["type"] == "abort"

@@ -1,4 +1,4 @@
-"""Training and generation on the same slots: on-policy truth, determinism, resume, replay, export, a clean end."""
+"""Training and generation on the same GPUs: on-policy truth, determinism, resume, replay, export, a clean end."""
 
 import json
 import shutil

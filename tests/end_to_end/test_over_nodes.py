@@ -20,7 +20,7 @@ NODES = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "num_gpus_per_node"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two Ray nodes with one slot each."""
+    """Two Ray nodes with one GPU each."""
     with (
         tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,

@@ -1,4 +1,4 @@
-"""Whole runs whose model is divided into pipeline stages, or whose samples are divided over slots."""
+"""Whole runs whose model is divided into pipeline stages, or whose samples are divided over GPUs."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.end_to_end import harness
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LAYOUTS = {
     "pipeline stages, colocated": {"colocate": True, "pipeline_model_parallel_size": 2},
-    "context parallel slots beside the engine": {"rollout_num_gpus": 1, "context_parallel_size": 2},
+    "context parallel GPUs beside the engine": {"rollout_num_gpus": 1, "context_parallel_size": 2},
 }
 
 

@@ -1,4 +1,4 @@
-"""Training on the judgement of a reward model that the run itself starts, on a slot of its own."""
+"""Training on the judgement of a reward model that the run itself starts, on a GPU of its own."""
 
 import pytest
 

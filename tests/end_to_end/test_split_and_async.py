@@ -1,4 +1,4 @@
-"""Training and generation on slots of their own: broadcast weights, and one step ahead."""
+"""Training and generation on GPUs of their own: broadcast weights, and one step ahead."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def assert_on_policy(steps):
         assert step["train_rollout_logprob_abs_diff_max"] < 1e-3
 
 
-def test_every_step_on_slots_of_its_own_is_on_policy_and_all_charts_show_it(tiny, tmp_path):
+def test_every_step_on_gpus_of_its_own_is_on_policy_and_all_charts_show_it(tiny, tmp_path):
     port = metrics.free_port()
     evaluation = {"eval_interval": 2, "eval_prompt_data": ["addition", f"{tiny.folder / 'eval.jsonl'}@[0:4]"]}
     changes = {**SPLIT, "check_weight_update_equal": True, "num_rollout": 4, **evaluation, **metrics.flags(port)}

@@ -136,9 +136,9 @@ def test_a_started_server_answers_with_transformers_log_probabilities(served: Se
     assert_serves(served, 0, "default")
 
 
-@pytest.mark.parametrize(("way", "slot", "seed"), [("colocated", 0, 1), ("split", 2, 2)])
+@pytest.mark.parametrize(("way", "gpu", "seed"), [("colocated", 0, 1), ("split", 2, 2)])
 def test_pushed_weights_are_served_with_transformers_log_probabilities(
-    served: Served, pools: Pools, way: str, slot: int, seed: int, tmp_path: Path
+    served: Served, pools: Pools, way: str, gpu: int, seed: int, tmp_path: Path
 ):
     """Through shared memory from ranks that share out the experts (or the tensors); by broadcast from a pipeline."""
     sharing = "expert 2" if served.toy.name in WITH_EXPERTS else "tensor 2, sequence"
@@ -147,7 +147,7 @@ def test_pushed_weights_are_served_with_transformers_log_probabilities(
         ranks.push,
         flags(served.toy, layout),
         served.folder(seed),
-        [EngineEndpoint(served.url, [slot])],
+        [EngineEndpoint(served.url, [gpu])],
         way,
         str(seed),
         tmp_path,

@@ -11,7 +11,7 @@ import pytest
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.placement import SlotPlan, Slots
+from slimrl.cluster.placement import GpuBundles, PlacementPlan
 from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardRule, RewardScorer
@@ -42,15 +42,15 @@ def test_servers_on_gpus_in_bfloat16_give_transformers_logits(count: int, tmp_pa
     ]
 
     async def run() -> list[float]:
-        slots = Slots(SlotPlan(count, range(0), range(0), 1, range(count), 1))
-        servers = await RewardServers.start(args, slots, Launch.of_run(args))
+        gpus = GpuBundles(PlacementPlan(count, range(0), range(0), 1, range(count), 1))
+        servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer(servers.reachable(args))
         try:
             return await asyncio.gather(*(scorer.score(one, RewardRule(None, "reward_model")) for one in samples))
         finally:
             scorer.close()
             await servers.close()
-            slots.release()
+            gpus.release()
 
     with ray_session(count):
         rewards = asyncio.run(run())

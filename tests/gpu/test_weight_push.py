@@ -53,9 +53,9 @@ def server_on(folders: list[Path], tmp_path: Path) -> Iterator[Callable[[int], s
         server.stop()
 
 
-def push(folder: Path, url: str, slot: int, way: str, versions: list[str], tmp_path: Path) -> list:
+def push(folder: Path, url: str, gpu: int, way: str, versions: list[str], tmp_path: Path) -> list:
     """The reports, or texts of errors, of a trainer on GPU 0."""
-    args, engines = tiny_args(bf16=True), [EngineEndpoint(url, [slot])]
+    args, engines = tiny_args(bf16=True), [EngineEndpoint(url, [gpu])]
     with RankPool(1) as pool:
         (results,) = pool.run(ranks.pushes, args, folder, engines, way, versions, tmp_path / "updates", timeout_s=300)
     return results

@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def placed(name: str, placement: Placement) -> object:
-    return pytest.param(placement, marks=needs(gpus=placement.slots), id=name)
+    return pytest.param(placement, marks=needs(gpus=placement.gpus), id=name)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_norms_after_a_block_are_stored_under_their_own_names(keys):
         ({"moe_layer_freq": [0, 1]}, "--moe-layer-freq describes 2 layers and --num-layers is 3"),
         (
             {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True},
-            "--moe-use-legacy-grouped-gemm joins all experts of a slot in one matrix",
+            "--moe-use-legacy-grouped-gemm joins all experts of a GPU in one matrix",
         ),
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm needs --transformer-impl transformer_engine"),
     ],

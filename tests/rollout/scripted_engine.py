@@ -35,12 +35,12 @@ class ScriptedEngine:
     A token's log-probability says which weights drew it: -(version + a fraction of the draw).
     """
 
-    def __init__(self, slots: int = 1000) -> None:
+    def __init__(self, gpus: int = 1000) -> None:
         self.version = 0
         self.requests = 0
         self.in_flight = 0
         self._aborts = 0
-        self._slots = asyncio.Semaphore(slots)
+        self._gpus = asyncio.Semaphore(gpus)
 
     async def generate(self, input_ids, sampling_params, session_id=None):
         aborts, version = self._aborts, self.version
@@ -48,7 +48,7 @@ class ScriptedEngine:
         self.requests += 1
         self.in_flight += 1
         try:
-            async with self._slots:
+            async with self._gpus:
                 while len(new) < sampling_params["max_new_tokens"]:
                     if self._aborts != aborts:
                         return Generation(new, log_probs, "abort", str(version) if new else "")

@@ -31,7 +31,7 @@ class Run:
     metrics: list[dict[str, float]]
 
 
-def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, slots: int = 1000) -> Run:
+def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, gpus: int = 1000) -> Run:
     """`rollouts` rollouts with a checkpoint after each second one.
 
     After rollout r of `crashes` the next one is killed `crashes[r]` turns of the event loop into it, and the run goes
@@ -46,7 +46,7 @@ def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, s
 
     async def main():
         nonlocal source, saved
-        engine = ScriptedEngine(slots)
+        engine = ScriptedEngine(gpus)
         generator = RolloutGenerator(args, tokenizer, engine)
         while len(trained) < rollouts:
             number = engine.version = len(trained)
@@ -151,11 +151,11 @@ def test_a_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_ep
     filtered=st.booleans(),
     together=st.booleans(),
     crashes=st.dictionaries(st.integers(1, 8), st.integers(0, 40), max_size=3),
-    slots=st.sampled_from([3, 8, 1000]),
+    gpus=st.sampled_from([3, 8, 1000]),
     seed=st.integers(0, 1000),
 )
 def test_the_books_of_any_run_balance(
-    make_args, tokenizer, batch, surplus, size, partial, mask, discard, filtered, together, crashes, slots, seed
+    make_args, tokenizer, batch, surplus, size, partial, mask, discard, filtered, together, crashes, gpus, seed
 ):
     args = scripted(
         make_args,
@@ -170,7 +170,7 @@ def test_the_books_of_any_run_balance(
         custom_rm_path=f"{HERE}.judge_group" if together else f"{HERE}.judge",
         rollout_seed=seed,
     )
-    done = run(args, tokenizer, rollouts=9, crashes=crashes, slots=slots)
+    done = run(args, tokenizer, rollouts=9, crashes=crashes, gpus=gpus)
     check_books(done, args, tokenizer)
     check_samples(done, args, tokenizer)
     if discard and not partial:  # every token was drawn by the weights it is trained with

@@ -30,8 +30,8 @@ PROMPTS = 12
 class GoingOnEngine(ScriptedEngine):
     """Its requests go on when the version changes; each token takes up to `slowest` turns of the event loop."""
 
-    def __init__(self, slots: int, slowest: int, seed: int) -> None:
-        super().__init__(slots)
+    def __init__(self, gpus: int, slowest: int, seed: int) -> None:
+        super().__init__(gpus)
         self._slowest = slowest
         self._random = random.Random(seed)
         self.most = 0
@@ -42,7 +42,7 @@ class GoingOnEngine(ScriptedEngine):
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
-            async with self._slots:
+            async with self._gpus:
                 finish = "length"
                 while len(new) < sampling_params["max_new_tokens"]:
                     for _ in range(self._random.randint(0, self._slowest)):
@@ -83,7 +83,7 @@ def run(
     rollouts,
     *,
     slowest=2,
-    slots=1000,
+    gpus=1000,
     concurrency=1000,
     crashes=None,
     drained=False,
@@ -106,7 +106,7 @@ def run(
         nonlocal saved, last_state, under_requests, most
         begin = saved[0]
         own = dataclasses.replace(args, max_weight_staleness=bound, update_weights_in_flight=not drained)
-        engine, source = GoingOnEngine(slots, slowest, seed), RolloutDataSource(own, tokenizer)
+        engine, source = GoingOnEngine(gpus, slowest, seed), RolloutDataSource(own, tokenizer)
         engine.version = begin
         generator = RolloutGenerator(own, tokenizer, engine)
         generator.generate_on(source, concurrency)
@@ -350,12 +350,12 @@ def test_a_checkpoint_of_endless_generation_is_resumed_by_any_other_run(make_arg
     together=st.booleans(),
     drained=st.booleans(),
     crashes=st.dictionaries(st.integers(0, 8), st.tuples(st.integers(0, 120), st.integers(0, 3)), max_size=3),
-    slots=st.sampled_from([3, 8, 1000]),
+    gpus=st.sampled_from([3, 8, 1000]),
     concurrency=st.sampled_from([4, 512]),
     seed=st.integers(0, 1000),
 )
 def test_the_books_of_any_endless_run_balance(
-    make_args, tokenizer, batch, size, bound, slowest, filtered, together, drained, crashes, slots, concurrency, seed
+    make_args, tokenizer, batch, size, bound, slowest, filtered, together, drained, crashes, gpus, concurrency, seed
 ):
     args = scripted(
         make_args,
@@ -372,7 +372,7 @@ def test_the_books_of_any_endless_run_balance(
         tokenizer,
         9,
         slowest=slowest,
-        slots=slots,
+        gpus=gpus,
         crashes=crashes,
         drained=drained,
         seed=seed,

@@ -72,10 +72,10 @@ def test_a_failure_of_the_last_group_on_its_way_is_told_by_the_drain(make, token
     asyncio.run(main())
 
 
-async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1000, slots=1000):
+async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1000, gpus=1000):
     """As train_async.py with `--update-weights-interval`: asks for the next rollout before it trains on this one."""
     outputs = []
-    async with endless(args, tokenizer, GoingOnEngine(slots, 3, 0), requests=requests) as (generator, source, engine):
+    async with endless(args, tokenizer, GoingOnEngine(gpus, 3, 0), requests=requests) as (generator, source, engine):
         engine.version = start
         generator.continuous.weights_are(start, end)
         work = asyncio.create_task(generator.generate_rollout(start, source))
@@ -99,10 +99,10 @@ async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1
 
 @pytest.mark.parametrize(("interval", "bound"), [(1, 0), (2, 1), (3, 2), (3, 3), (4, 3)])
 @pytest.mark.parametrize(("start", "drained"), [(0, False), (1, True), (5, False), (5, True)])
-@pytest.mark.parametrize(("requests", "slots"), [(1000, 1000), (1, 2)])
-def test_the_bound_holds_where_pushes_are_skipped(make, tokenizer, interval, bound, start, drained, requests, slots):
+@pytest.mark.parametrize(("requests", "gpus"), [(1000, 1000), (1, 2)])
+def test_the_bound_holds_where_pushes_are_skipped(make, tokenizer, interval, bound, start, drained, requests, gpus):
     args = make(max_weight_staleness=bound, n_samples_per_prompt=3)
-    options = {"drained": drained, "requests": requests, "slots": slots}
+    options = {"drained": drained, "requests": requests, "gpus": gpus}
     outputs = asyncio.run(rollouts(args, tokenizer, interval, start, 12, **options))
     assert len(outputs) == 12 - start
     oldest = [rollout - min(map(int, versions(o.groups))) for rollout, o in enumerate(outputs, start)]

@@ -97,7 +97,7 @@ def test_a_dry_run_of_a_toy_ends_with_the_plans_code_and_leaves_nothing(tmp_path
         "scripts/run-qwen3-30B-A3B.sh",
         "--tiny",
         "--dry-run",
-        "--slot-memory-gib",
+        "--gpu-memory-gib",
         "0.001",
         TMPDIR=str(tmp_path),
     )

@@ -42,7 +42,7 @@ shown = [Path(place).name for place in places_of("--train-env-vars '***'", folde
 print("the log of the job", "shows it" if any(name.startswith("job-driver") for name in shown) else "does not")
 print("mode", oct(folder.stat().st_mode & 0o777), "owned" if (folder / ".slimrl-owner").exists() else "")
 """
-CLUSTER = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU'], flush=True); "
+CLUSTER = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_resources()['GPU'], flush=True); "
 
 
 def start(job: str, folder: Path, script: str = SCRIPT) -> harness.Started:
@@ -62,7 +62,7 @@ def ray_folders(started: harness.Started) -> list[Path]:
     return list(Path("/tmp").glob(f"slimrl-ray-{started.process.pid}-*"))
 
 
-def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code_and_leaves_nothing(tmp_path):
+def test_a_job_sees_the_gpus_and_the_script_ends_with_its_exit_code_and_leaves_nothing(tmp_path):
     """One that succeeds and one that fails, side by side: each with a cluster of its own."""
     (tmp_path / "bad").mkdir()
     (tmp_path / "looks.py").write_text(LOOKS)
@@ -71,7 +71,7 @@ def test_a_job_sees_the_slots_and_the_script_ends_with_its_exit_code_and_leaves_
     failing = start("import sys; print('about to fail'); sys.exit(3)", tmp_path / "bad")
     good, bad = started.finish(150), failing.finish(150)
     assert good.code == 0, good.output
-    assert "slots 2.0" in good.output and "hello" in good.output
+    assert "GPUs 2.0" in good.output and "hello" in good.output
     assert "a secret of 16 letters is in []\nthe log of the job shows it\nmode 0o700 owned\n" in good.output
     assert bad.code == 3 and bad.output.count("about to fail") == 1
     assert not re.search(r"INFO \S+\.py:\d+ -- |submitted successfully", good.output + bad.output)  # Ray's own lines
@@ -90,7 +90,7 @@ def test_an_interrupted_script_ends_its_job_and_its_cluster(tmp_path):
         (tmp_path / number.name).mkdir()
         scripts[number] = start(CLUSTER + "import time; time.sleep(600)", tmp_path / number.name)
     for started in scripts.values():
-        started.wait_for_line("slots 2.0", 100)
+        started.wait_for_line("GPUs 2.0", 100)
     interrupted = time.monotonic()
     for number, started in scripts.items():
         (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
@@ -165,6 +165,6 @@ def test_a_user_without_a_name_has_a_cluster_too():
         options = {"cwd": home, "env": environment, "capture_output": True, "text": True, "timeout": 200}
         done = subprocess.run(command, **options, **nameless)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "slots 2.0" in done.stdout
+        assert "GPUs 2.0" in done.stdout
     finally:
         shutil.rmtree(home)

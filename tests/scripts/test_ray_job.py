@@ -14,7 +14,7 @@ SPEC.loader.exec_module(ray_job)
 
 OUTPUT = """2026-11-22 17:00:42,710\tINFO job_manager.py:581 -- Runtime env is setting up.
 Running entrypoint for job slimrl-11988-119: python3 train.py --lr 1
-17:00:53 starting 2 train workers and 2 rollout slots
+17:00:53 starting 2 train workers and 2 rollout GPUs
 2026-11-22 17:00:43,001\tINFO worker.py:1692 -- Using address 127.0.0.1:6379 set in the environment
 2026-11-22 17:00:44,001\tWARNING worker.py:1 -- the disk is nearly full
 
@@ -28,7 +28,7 @@ def test_the_lines_of_the_command_are_shown_whole_and_ray_s_own_only_from_a_warn
         lines.add(OUTPUT[start : start + size])
     lines.end()
     assert capsys.readouterr().out.splitlines() == [
-        "17:00:53 starting 2 train workers and 2 rollout slots",
+        "17:00:53 starting 2 train workers and 2 rollout GPUs",
         "2026-11-22 17:00:44,001\tWARNING worker.py:1 -- the disk is nearly full",
         "",
         "17:02:25 step 0 | reward 0.58",

@@ -21,14 +21,14 @@ ray_begin --host 127.0.0.1 --num-gpus 2 --object-store-memory 100000000
 ray_job python3 -c "$1"
 """
 TOKEN = os.urandom(32).hex()
-SLOTS = "import ray; ray.init(logging_level='error'); print('slots', ray.cluster_resources()['GPU'], flush=True)"
+GPUS = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_resources()['GPU'], flush=True)"
 
 
 def node(rank: int, folder: Path, **variables: str) -> harness.Started:
     """The script of one node; all nodes of a test stand on this machine."""
     (folder / str(rank)).mkdir()
     return harness.launch(
-        ["bash", "-c", SCRIPT, "script", SLOTS],
+        ["bash", "-c", SCRIPT, "script", GPUS],
         log=folder / f"{rank}.out",
         run_dir=folder,
         cwd=ROOT,
@@ -60,7 +60,7 @@ def test_two_nodes_come_together_and_end_together(tmp_path):
     done, worked = head.finish(150), worker.finish(60)
     assert (done.code, worked.code) == (0, 0), done.output + worked.output
     assert "2 of 2 nodes are here" in done.output
-    assert "slots 4.0" in done.output
+    assert "GPUs 4.0" in done.output
     assert f"the Ray head at 127.0.0.1:{variables['RAY_PORT']} has ended" in worked.output
     assert (done.left, worked.left) == ([], [])
     assert ray_folders(head) == ray_folders(worker) == []

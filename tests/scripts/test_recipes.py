@@ -1,4 +1,4 @@
-"""All recipes: what they submit is a line of known flags that fit the model, the data and the slots."""
+"""All recipes: what they submit is a line of known flags that fit the model, the data and the GPUs."""
 
 import json
 import re

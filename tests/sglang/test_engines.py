@@ -159,7 +159,7 @@ def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
         assert client.in_flight == 0
         return await asyncio.gather(*tasks)
 
-    prompts = random_prompts(80)  # more than the 2 x 32 that may run, and more than the client's slots
+    prompts = random_prompts(80)  # more than the 2 x 32 that may run, and more than the client's GPUs
     answers = run(fleet, body, concurrency=70)
     assert all(a.finish_reason == "abort" and len(a.token_ids) == len(a.log_probs) < 900 for a in answers)
     begun = [(ids, a) for ids, a in zip(prompts, answers, strict=True) if a.token_ids]

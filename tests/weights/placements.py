@@ -1,6 +1,6 @@
-"""Trainer ranks and engines on numbered slots, and a check that every engine gets and serves the ranks' weights.
+"""Trainer ranks and engines on numbered GPUs, and a check that every engine gets and serves the ranks' weights.
 
-The same on GPUs and without: a slot is a GPU where there are any. Called by the tests of this folder and by tests/gpu.
+The same on GPUs and without: GPUs are logical where there are none. Called by the tests of this folder and by tests/gpu.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.weights.test_real_servers import assert_serves
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Trainer rank n is on slot n; `engines` has the slots of each. `way` is a constructor of WeightUpdater."""
+    """Trainer rank n is on GPU n; `engines` has the GPUs of each. `way` is a constructor of WeightUpdater."""
 
     way: str
     trainers: int
@@ -32,9 +32,9 @@ class Placement:
     engines: tuple[tuple[int, ...], ...]
 
     @property
-    def slots(self) -> int:
-        """How many slots there must be."""
-        return max(self.trainers, 1 + max(slot for engine in self.engines for slot in engine))
+    def gpus(self) -> int:
+        """How many GPUs there must be."""
+        return max(self.trainers, 1 + max(gpu for engine in self.engines for gpu in engine))
 
 
 ONE_ENGINE_COLOCATED = Placement("colocated", 2, 1, ((0, 1),))
@@ -61,12 +61,12 @@ def check(
     servers = [
         ServerProcess(
             folders[0],
-            log_path=root / f"engine{slots[0]}.log",
-            tensor_parallel_size=len(slots),
-            base_gpu_id=0 if platform.is_cpu() else slots[0],
+            log_path=root / f"engine{gpus[0]}.log",
+            tensor_parallel_size=len(gpus),
+            base_gpu_id=0 if platform.is_cpu() else gpus[0],
             options=dict(options),
         )
-        for slots in placement.engines
+        for gpus in placement.engines
     ]
     args = tiny_args(tensor_model_parallel_size=placement.tensor_parallel, bf16=dtype == torch.bfloat16)
     try:
@@ -74,7 +74,7 @@ def check(
             server.start()
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda server: server.wait_ready(start_timeout_s), servers))
-        engines = [EngineEndpoint(one.url, slots) for one, slots in zip(servers, placement.engines, strict=True)]
+        engines = [EngineEndpoint(one.url, gpus) for one, gpus in zip(servers, placement.engines, strict=True)]
         with RankPool(placement.trainers) as trainers:
             results = trainers.run(
                 ranks.pushes, args, folders[1], engines, placement.way, ["1", "2"], root, timeout_s=300

@@ -21,7 +21,7 @@ from tests.weights.proxy import UPDATES, Proxy, exchange_key_and_value, refuse
 from tests.weights.test_real_servers import SERVER_OPTIONS, assert_serves
 
 pytestmark = pytest.mark.slow
-SLOTS = {"colocated": ([0], [1]), "split": ([1], [2]), "disk": ([1], [2])}
+GPUS = {"colocated": ([0], [1]), "split": ([1], [2]), "disk": ([1], [2])}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def pushes(
     pool, way: str, folder: Path, urls: list[str], versions: list[str], tmp_path: Path, left: int | None = None
 ) -> list:
     """`left`: the last push is another updater's, to that many of the servers."""
-    engines = [EngineEndpoint(url, slots) for url, slots in zip(urls, SLOTS[way], strict=True)]
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(urls, GPUS[way], strict=True)]
     more = (True, engines[:left]) if left else ()
     (results,) = pool.run(
         ranks.pushes, tiny_args(), folder, engines, way, versions, tmp_path / "updates", *more, timeout_s=120

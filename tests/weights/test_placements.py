@@ -1,4 +1,4 @@
-"""The placement of the 8-GPU recipes at half its size: four trainer ranks, and two engines of two on their slots."""
+"""The placement of the 8-GPU recipes at half its size: four trainer ranks, and two engines of two on their GPUs."""
 
 from __future__ import annotations
 

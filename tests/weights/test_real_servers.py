@@ -112,19 +112,19 @@ def push(pool: RankPool, tensor_parallel: int, folder: Path, engines, way: str, 
 
 
 @pytest.mark.parametrize(
-    ("version", "world", "tensor_parallel", "slots"),
+    ("version", "world", "tensor_parallel", "gpus"),
     [
-        ("1", 1, 1, ([0], [1], [2, 3])),  # one trainer rank, engines on more slots than it has
-        ("2", 2, 1, ([0], [1], [2, 3])),  # data parallel: each copy serves the engine on its slot
-        ("3", 2, 1, (None, None, [0, 1])),  # data parallel, one engine over both slots
-        ("4", 2, 2, ([0], [1], None)),  # tensor parallel, an engine on each slot
+        ("1", 1, 1, ([0], [1], [2, 3])),  # one trainer rank, engines on more GPUs than it has
+        ("2", 2, 1, ([0], [1], [2, 3])),  # data parallel: each copy serves the engine on its GPU
+        ("3", 2, 1, (None, None, [0, 1])),  # data parallel, one engine over both GPUs
+        ("4", 2, 2, ([0], [1], None)),  # tensor parallel, an engine on each GPU
     ],
 )
 def test_colocated_engines_serve_the_new_weights(
-    version, world, tensor_parallel, slots, servers, folders, one_rank, two_ranks, tmp_path
+    version, world, tensor_parallel, gpus, servers, folders, one_rank, two_ranks, tmp_path
 ):
     folder = folders[1 + int(version) % 2]
-    engines = [EngineEndpoint(url, own) for url, own in zip(servers, slots, strict=True) if own is not None]
+    engines = [EngineEndpoint(url, own) for url, own in zip(servers, gpus, strict=True) if own is not None]
     pool = one_rank if world == 1 else two_ranks
     results = push(pool, tensor_parallel, folder, engines, "colocated", version, tmp_path)
     assert all(num_bytes == whole_model_bytes(folder) and buckets > 5 for num_bytes, buckets in results), results
@@ -148,9 +148,9 @@ def test_pipeline_stages_serve_the_new_weights(version, world, nodes, staged, fo
 
 
 @pytest.mark.parametrize(("way", "version"), [("split", "5"), ("disk", "6")])
-def test_engines_on_other_slots_serve_the_new_weights(way, version, servers, folders, two_ranks, tmp_path):
+def test_engines_on_other_gpus_serve_the_new_weights(way, version, servers, folders, two_ranks, tmp_path):
     folder = folders[1 + int(version) % 2]
-    engines = [EngineEndpoint(url, slots) for url, slots in zip(servers, ([2], [3], [4, 5]), strict=True)]
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3], [4, 5]), strict=True)]
     results = push(two_ranks, 2, folder, engines, way, version, tmp_path / "updates")
     assert all(num_bytes == whole_model_bytes(folder) for num_bytes, _ in results), results
     for engine in engines:

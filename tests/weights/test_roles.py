@@ -5,21 +5,21 @@ import pytest
 from slimrl.weights.update.topology import EngineEndpoint, check_without_stages, colocated_roles, partners, split_roles
 
 
-def engines(*slots: list[int], per_node: int | None = None, tensor_parallel: int | None = None) -> list[EngineEndpoint]:
-    """Engines on these slots; `per_node` slots lie on each node, None: one machine."""
+def engines(*gpus: list[int], per_node: int | None = None, tensor_parallel: int | None = None) -> list[EngineEndpoint]:
+    """Engines on these GPUs; `per_node` GPUs lie on each node, None: one machine."""
     return [
         EngineEndpoint(
             f"http://e{number}",
             own,
-            nodes=None if per_node is None else [f"node {slot // per_node}" for slot in own],
+            nodes=None if per_node is None else [f"node {gpu // per_node}" for gpu in own],
             tensor_parallel_size=tensor_parallel,
         )
-        for number, own in enumerate(slots)
+        for number, own in enumerate(gpus)
     ]
 
 
 @pytest.mark.parametrize("host_memory", [True, False])
-def test_each_rank_serves_the_engine_on_its_slot(host_memory):
+def test_each_rank_serves_the_engine_on_its_gpu(host_memory):
     roles = colocated_roles(engines([0], [1]), 2, host_memory=host_memory)
     assert roles.sharing == {0: (0,), 1: (1,)} and not roles.remote and roles.senders == {0, 1}
 
@@ -34,14 +34,14 @@ def test_one_rank_serves_a_whole_engine_through_host_memory():
     assert roles.sharing == {0: (0, 0), 1: (2, 2)} and roles.senders == {0, 2}
 
 
-def test_an_engine_without_a_trainer_on_its_slots_is_served_by_rank_0():
+def test_an_engine_without_a_trainer_on_its_gpus_is_served_by_rank_0():
     assert colocated_roles(engines([0], [1]), 1, host_memory=True).sharing == {0: (0,), 1: (0,)}
     on_gpu = colocated_roles(engines([0], [1]), 1, host_memory=False)
     assert on_gpu.sharing == {0: (0,)} and on_gpu.remote == (1,) and on_gpu.senders == {0}
 
 
 def test_a_gpu_that_would_be_source_and_receiver_of_a_broadcast_is_refused():
-    with pytest.raises(ValueError, match=r"http://e0 has slots \[0, 1\] and the trainer has 1"):
+    with pytest.raises(ValueError, match=r"http://e0 has GPUs \[0, 1\] and the trainer has 1"):
         colocated_roles(engines([0, 1]), 1, host_memory=False)
 
 
@@ -54,7 +54,7 @@ def test_over_nodes_every_gpu_is_served_by_its_own_rank_and_host_memory_by_one_r
 
 
 def test_host_memory_is_not_opened_on_another_node():
-    # 3 training slots on nodes of 2: the second engine has rank 2 on its node, the third has nobody there
+    # 3 training GPUs on nodes of 2: the second engine has rank 2 on its node, the third has nobody there
     roles = colocated_roles(engines([0, 1], [2, 3], [4, 5], per_node=2), 3, host_memory=True)
     assert roles.sharing == {0: (0, 0), 1: (2, 2)} and roles.remote == (2,) and roles.senders == {0, 2}
     # an engine over both nodes of which one has no trainer

@@ -1,7 +1,7 @@
 """`--dry-run`: what a command line would do, as text, before anything is started.
 
 Promises to import nothing heavy and to look only at small files: headers, not tensors. `estimate` is the memory of a
-slot as a pure function of the flags. Called by `slimrl.cluster.dry_run`.
+GPU as a pure function of the flags. Called by `slimrl.cluster.dry_run`.
 """
 
 from __future__ import annotations

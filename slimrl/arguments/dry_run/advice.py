@@ -1,4 +1,4 @@
-"""What would make a plan fit into its slots: each remedy is tried on the estimate before it is named.
+"""What would make a plan fit into its GPUs: each remedy is tried on the estimate before it is named.
 
 Promises never to name what cannot help. Called by the refusals.
 """
@@ -28,13 +28,13 @@ class Remedy:
 
 
 def less_training(plan: Plan) -> str:
-    """What brings training down to its slot: any of what is enough alone, else all that helps together, else GPUs."""
-    args, limit = plan.args, plan.slot.bytes
+    """What brings training down to its GPU: any of what is enough alone, else all that helps together, else GPUs."""
+    args, limit = plan.args, plan.gpu.bytes
     tried = [*_divisions(args), *_switches(args), *_more_nodes(args)]
     enough = _first_of_each([remedy for remedy in tried if _needs(args, remedy) <= limit])
     if enough:
         return _either([remedy.words for remedy in enough])
-    # of the parallel sizes one alone: together they may ask for more slots than there are
+    # of the parallel sizes one alone: together they may ask for more GPUs than there are
     division = min(_last_of_each(_divisions(args)), key=lambda remedy: _needs(args, remedy), default=None)
     helps = [one for one in [division, *_switches(args)] if one is not None and _helps(args, one)]
     together = _together(helps)
@@ -49,25 +49,25 @@ def less_training(plan: Plan) -> str:
 def more_cache(plan: Plan) -> str:
     """What gives an engine room for the longest sample."""
     args, settings, need = plan.args, plan.engine_settings, plan.micro_batch.longest_sample
-    slots = args.rollout_num_gpus_per_engine
+    gpus = args.rollout_num_gpus_per_engine
     means = []
-    for size in (slots * factor for factor in _FACTORS):
-        if engine_memory(plan.shape, settings, size, plan.slot.bytes).tokens >= need:
+    for size in (gpus * factor for factor in _FACTORS):
+        if engine_memory(plan.shape, settings, size, plan.gpu.bytes).tokens >= need:
             on_more = "" if size <= args.rollout_num_gpus else f" and --rollout-num-gpus to {size}"
             means.append(f"raise --rollout-num-gpus-per-engine to {size}{on_more}")
             break
     higher = dataclasses.replace(settings, fraction=_HIGHEST_FRACTION)
-    if settings.fraction < _HIGHEST_FRACTION and _tokens(plan, higher, slots) >= need:
+    if settings.fraction < _HIGHEST_FRACTION and _tokens(plan, higher, gpus) >= need:
         means.append("raise --sglang-mem-fraction-static")
     return _either(means) if means else "take a smaller model, shorter samples, or GPUs with more memory"
 
 
-def _tokens(plan: Plan, settings: Any, slots: int) -> int:
-    return engine_memory(plan.shape, settings, slots, plan.slot.bytes).tokens or 0
+def _tokens(plan: Plan, settings: Any, gpus: int) -> int:
+    return engine_memory(plan.shape, settings, gpus, plan.gpu.bytes).tokens or 0
 
 
 def _divisions(args: Arguments) -> Iterator[Remedy]:
-    """Larger parallel sizes on the slots that there are, each from small to large."""
+    """Larger parallel sizes on the GPUs that there are, each from small to large."""
     world, tp, pp = args.actor_num_gpus, args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     cp, ep, etp = args.context_parallel_size, args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
     widths = (args.num_attention_heads, args.num_query_groups or tp, args.hidden_size, args.ffn_hidden_size)
@@ -110,11 +110,11 @@ def _switches(args: Arguments) -> Iterator[Remedy]:
 
 
 def _more_nodes(args: Arguments) -> Iterator[Remedy]:
-    """More slots for training, over which a distributed optimizer is shared out."""
+    """More GPUs for training, over which a distributed optimizer is shared out."""
     for factor in _FACTORS:
         nodes = args.actor_num_nodes * factor
-        slots = nodes * args.actor_num_gpus_per_node
-        yield Remedy(f"train on {slots} GPUs (--actor-num-nodes {nodes})", {"actor_num_nodes": nodes})
+        gpus = nodes * args.actor_num_gpus_per_node
+        yield Remedy(f"train on {gpus} GPUs (--actor-num-nodes {nodes})", {"actor_num_nodes": nodes})
 
 
 def _kind(remedy: Remedy) -> str:
@@ -137,7 +137,7 @@ def _together(remedies: list[Remedy]) -> Remedy:
 
 
 def _needs(args: Arguments, remedy: Remedy) -> int:
-    """Bytes of the fullest slot with a remedy."""
+    """Bytes of the fullest GPU with a remedy."""
     changed = copy.copy(args)
     for name, value in remedy.changes.items():
         setattr(changed, name, value)

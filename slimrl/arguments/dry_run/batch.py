@@ -25,12 +25,12 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """The largest forward pass: tokens on one slot, and whether a single sample decides it.
+    """The largest forward pass: tokens on one GPU, and whether a single sample decides it.
 
     `longest_sample` (tokens) is what the flags allow; `basis` says in words what it counts.
     """
 
-    tokens_per_slot: int
+    tokens_per_gpu: int
     longest_sample: int
     basis: str
     alone: bool
@@ -62,10 +62,10 @@ def longest_sample(args: Arguments) -> tuple[int, str]:
 
 
 def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
-    """The most tokens that one slot sees in one forward pass.
+    """The most tokens that one GPU sees in one forward pass.
 
     With dynamic batches that is --max-tokens-per-gpu, or a longer sample alone; else --micro-batch-size samples.
-    Context parallel slots share the tokens; a share is padded to a multiple of --data-pad-size-multiplier x TP.
+    Context parallel GPUs share the tokens; a share is padded to a multiple of --data-pad-size-multiplier x TP.
     """
     longest, basis = longest_sample(args)
     if args.use_dynamic_batch_size:

@@ -1,4 +1,4 @@
-"""What is wrong with a plan that no single flag shows: slots that are not there, memory, files of another model."""
+"""What is wrong with a plan that no single flag shows: GPUs that are not there, memory, files of another model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slimrl.processes.process_info import gib
 
 def refusals(plan: Plan) -> list[Problem]:
     """Every problem of the plan, as sentences with the arithmetic and the mend."""
-    return [*_slots(plan), *_checkpoint_files(plan), *_memory(plan)]
+    return [*_gpus(plan), *_checkpoint_files(plan), *_memory(plan)]
 
 
-def _slots(plan: Plan) -> Iterator[Problem]:
+def _gpus(plan: Plan) -> Iterator[Problem]:
     where, nodes, gpus = plan.placement, plan.surroundings.nodes, plan.surroundings.machine.gpus
-    present = sum(nodes) if nodes is not None else len(gpus) if gpus and plan.args.slot_memory_gib is None else None
+    present = sum(nodes) if nodes is not None else len(gpus) if gpus and plan.args.gpu_memory_gib is None else None
     if present is not None and present < where.total:
         who = "the Ray cluster has" if nodes is not None else "outside a Ray cluster this machine has"
         yield Problem(
             "--actor-num-gpus-per-node",
-            f"the flags ask for {where.total} slots ({_roles(plan)}) and {who} {present}: start Ray with more, or lower"
+            f"the flags ask for {where.total} GPUs ({_roles(plan)}) and {who} {present}: start Ray with more, or lower"
             " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
             + (", or --rm-num-gpus." if where.reward else "."),
         )
@@ -46,21 +46,21 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
     per_node = (
         "as the cluster has it" if plan.surroundings.nodes else f"by --num-gpus-per-node {plan.args.num_gpus_per_node}"
     )
-    engines = [(f"engine {index}", "--rollout-num-gpus-per-engine", slots) for index, slots in enumerate(where.engines)]
+    engines = [(f"engine {index}", "--rollout-num-gpus-per-engine", gpus) for index, gpus in enumerate(where.engines)]
     engines += [
-        (f"server {index} of the reward model", "--rm-num-gpus-per-engine", slots)
-        for index, slots in enumerate(where.reward)
+        (f"server {index} of the reward model", "--rm-num-gpus-per-engine", gpus)
+        for index, gpus in enumerate(where.reward)
     ]
-    for name, flag, slots in engines:
-        shares = where.shares(slots)
+    for name, flag, gpus in engines:
+        shares = where.shares(gpus)
         if len(shares) > 1 and (
             len(set(shares.values())) > 1 or any(n != where.on_node(at) for at, n in shares.items())
         ):
             listed = ", ".join(f"{n} of the {where.on_node(at)} on node {at}" for at, n in shares.items())
             yield Problem(
                 flag,
-                f"{name} would get the slots {slots[0]} to {slots[-1]}: {listed} ({per_node}), and an engine"
-                f" lies on one node or fills whole nodes alike: choose training slots and {flag}"
+                f"{name} would get the GPUs {gpus[0]} to {gpus[-1]}: {listed} ({per_node}), and an engine"
+                f" lies on one node or fills whole nodes alike: choose training GPUs and {flag}"
                 " so that engines end where nodes do.",
             )
             return
@@ -69,8 +69,8 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
         if len(nodes) > 1 and tp <= plan.args.actor_num_gpus_per_node:  # larger groups have no choice
             yield Problem(
                 "--tensor-model-parallel-size",
-                f"the training slots {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"
-                f" lie on nodes {nodes[0]} and {nodes[-1]} {per_node}: choose a size that divides the slots of a node.",
+                f"the training GPUs {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"
+                f" lie on nodes {nodes[0]} and {nodes[-1]} {per_node}: choose a size that divides the GPUs of a node.",
             )
             return
 
@@ -97,43 +97,43 @@ def _checkpoint_files(plan: Plan) -> Iterator[Problem]:
 
 
 def _memory(plan: Plan) -> Iterator[Problem]:
-    if plan.slot is None:
+    if plan.gpu is None:
         return
-    if plan.slot.shared:
+    if plan.gpu.shared:
         shortage = _shortage(plan) if plan.surroundings.nodes is not None else None
         if shortage is not None:
-            yield Problem("--slot-memory-gib", f"{shortage}: start a smaller model, or on machines with GPUs.")
+            yield Problem("--gpu-memory-gib", f"{shortage}: start a smaller model, or on machines with GPUs.")
         return
-    stage, engine, slot = plan.memory.largest_stage, plan.memory.engine, plan.slot
-    have = f"{gib(slot.bytes)} ({slot.source})"
-    training_fits = stage is None or stage.total <= slot.bytes
+    stage, engine, gpu = plan.memory.largest_stage, plan.memory.engine, plan.gpu
+    have = f"{gib(gpu.bytes)} ({gpu.source})"
+    training_fits = stage is None or stage.total <= gpu.bytes
     if not training_fits:
         yield Problem(
             "--tensor-model-parallel-size",
-            f"training needs {gib(stage.total)} of a slot that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
+            f"training needs {gib(stage.total)} of a GPU that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
         )
-    if plan.reward_weights is not None and plan.reward_weights > slot.bytes:
+    if plan.reward_weights is not None and plan.reward_weights > gpu.bytes:
         yield Problem(
             "--rm-num-gpus-per-engine",
-            f"the reward model's weights take {gib(plan.reward_weights)} of a slot that has {have}: raise"
+            f"the reward model's weights take {gib(plan.reward_weights)} of a GPU that has {have}: raise"
             " --rm-num-gpus-per-engine.",
         )
     if engine is None:
         return
     fraction = plan.engine_settings.fraction
-    static = int(slot.bytes * fraction)
+    static = int(gpu.bytes * fraction)
     if engine.tokens < plan.micro_batch.longest_sample:
         yield Problem(
             "--rollout-num-gpus-per-engine",
-            f"an engine's slot has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and a KV"
+            f"an engine's GPU has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and a KV"
             f" cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
             f" {plan.micro_batch.longest_sample:,}: {more_cache(plan)}.",
         )
-    elif training_fits and plan.colocated and not plan.takes_turns and stage.total + static > slot.bytes:
-        most = (slot.bytes - stage.total) / slot.bytes
+    elif training_fits and plan.colocated and not plan.takes_turns and stage.total + static > gpu.bytes:
+        most = (gpu.bytes - stage.total) / gpu.bytes
         yield Problem(
             "--sglang-mem-fraction-static",
-            f"a slot has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
+            f"a GPU has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
             f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
             f" {max(int(most * 100) / 100, 0.01):g} or less, let both take turns (leave {_kept_by(plan.args)} out), or"
             " split the roles with --rollout-num-gpus.",
@@ -160,16 +160,16 @@ def _no_weights(plan: Plan) -> list[str]:
 
 def _small_machine(plan: Plan) -> list[str]:
     """This machine is too small for the plan, which may be meant for other machines."""
-    if plan.slot is None or not plan.slot.shared or plan.surroundings.nodes is not None:
+    if plan.gpu is None or not plan.gpu.shared or plan.surroundings.nodes is not None:
         return []
     shortage = _shortage(plan)
     if shortage is None:
         return []
-    return [f"{shortage}. To check the plan for other machines, give --slot-memory-gib, the memory of one GPU there."]
+    return [f"{shortage}. To check the plan for other machines, give --gpu-memory-gib, the memory of one GPU there."]
 
 
 def _shortage(plan: Plan) -> str | None:
-    """Without GPUs all slots of a machine draw on the same memory: what counts is their sum. None where it fits."""
+    """The logical GPUs of a machine without GPUs draw on the same memory: what counts is their sum. None where it fits."""
     engine = plan.memory.engine
     stages = plan.memory.stages
     train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)
@@ -180,7 +180,7 @@ def _shortage(plan: Plan) -> str | None:
     if need <= host:
         return None
     return (
-        f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training slots take"
+        f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training GPUs take"
         f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}"
         + (f", the reward model {gib(reward)}" if reward else "")
         + f", per machine {gib(need)}"
@@ -188,7 +188,7 @@ def _shortage(plan: Plan) -> str | None:
 
 
 def stage_sum(stage: StageMemory) -> str:
-    """The parts of a slot's memory in words."""
+    """The parts of a GPU's memory in words."""
     parts = {
         "weights": stage.weights,
         "gradients": stage.gradients,

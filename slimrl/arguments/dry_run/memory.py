@@ -53,7 +53,7 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EngineMemory:
-    """One slot of a server, bytes. `cache` and `tokens` are None where the slot's memory is not known."""
+    """One GPU of a server, bytes. `cache` and `tokens` are None where the GPU's memory is not known."""
 
     weights: int
     cache_per_token: int
@@ -66,26 +66,26 @@ class EngineMemory:
         return self.weights + (self.cache or 0)
 
 
-def engine_memory(shape: Shape, settings: EngineSettings, slots: int, slot_bytes: int | None) -> EngineMemory:
-    """Weights divided over the server's slots (norms and the like are not, which is not counted), cache by token."""
-    weights = int(total_parameters(shape) * settings.weight_bytes) // slots
-    per_token = cache_elements_per_token(shape, slots, settings.stages) * settings.cache_bytes
+def engine_memory(shape: Shape, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
+    """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token."""
+    weights = int(total_parameters(shape) * settings.weight_bytes) // gpus
+    per_token = cache_elements_per_token(shape, gpus, settings.stages) * settings.cache_bytes
     tokens = settings.max_tokens
-    if slot_bytes is not None:
-        room = max(int(slot_bytes * settings.fraction) - weights, 0) // per_token
+    if gpu_bytes is not None:
+        room = max(int(gpu_bytes * settings.fraction) - weights, 0) // per_token
         tokens = room if tokens is None else min(tokens, room)
     return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
 
 
-def cache_elements_per_token(shape: Shape, slots: int, stages: int = 1) -> int:
-    """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every slot.
+def cache_elements_per_token(shape: Shape, gpus: int, stages: int = 1) -> int:
+    """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every GPU.
 
-    Fewer key/value heads than slots are held several times.
+    Fewer key/value heads than GPUs are held several times.
     """
     layers = -(-shape.layers // stages)
     if shape.latent is not None:
         return layers * (shape.latent.kv_rank + shape.latent.rotary_width)
-    return layers * 2 * max(shape.groups * stages // slots, 1) * shape.head_width
+    return layers * 2 * max(shape.groups * stages // gpus, 1) * shape.head_width
 
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -94,7 +94,7 @@ FP32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """One slot of one pipeline stage; all numbers but `layers` and `parameters` (elements) are bytes."""
+    """One GPU of one pipeline stage; all numbers but `layers` and `parameters` (elements) are bytes."""
 
     layers: tuple[int, ...]
     parameters: int
@@ -120,7 +120,7 @@ class StageMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one slot in each role; `stages` is empty without training, `engine` None without engines."""
+    """Bytes of one GPU in each role; `stages` is empty without training, `engine` None without engines."""
 
     stages: tuple[StageMemory, ...]
     engine: EngineMemory | None
@@ -131,28 +131,28 @@ class MemoryPlan:
         return max(self.stages, key=lambda stage: stage.total, default=None)
 
 
-def estimate(args: Arguments, *, slot_bytes: int | None = None, engine: EngineSettings | None = None) -> MemoryPlan:
-    """The memory of one slot in each role, for checked flags.
+def estimate(args: Arguments, *, gpu_bytes: int | None = None, engine: EngineSettings | None = None) -> MemoryPlan:
+    """The memory of one GPU in each role, for checked flags.
 
-    `slot_bytes` is the slot's memory: without it the engine's KV cache, which takes what is left, is not known.
+    `gpu_bytes` is the GPU's memory: without it the engine's KV cache, which takes what is left, is not known.
     `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
     """
     shape = shape_of(args)
     stages = () if args.debug_rollout_only else training_memory(args)
-    if args.debug_train_only or not args.rollout_slots:
+    if args.debug_train_only or not args.rollout_gpus:
         return MemoryPlan(stages, None)
     settings = engine or EngineSettings.from_options(args.sglang_options)
-    return MemoryPlan(stages, engine_memory(shape, settings, args.rollout_num_gpus_per_engine, slot_bytes))
+    return MemoryPlan(stages, engine_memory(shape, settings, args.rollout_num_gpus_per_engine, gpu_bytes))
 
 
 def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[StageMemory, ...]:
-    """The memory of one training slot of each pipeline stage, for the largest micro-batch that the flags allow.
+    """The memory of one training GPU of each pipeline stage, for the largest micro-batch that the flags allow.
 
-    `tokens` is the size of another micro-batch, in tokens of one slot.
+    `tokens` is the size of another micro-batch, in tokens of one GPU.
     """
     shape, parts, groups = shape_of(args), stage_layers(args), groups_of(args)
     if tokens is None:
-        tokens = largest_micro_batch(args, groups).tokens_per_slot
+        tokens = largest_micro_batch(args, groups).tokens_per_gpu
     setting = _setting(args, groups, tokens)
     return tuple(_stage(args, shape, setting, parts, number) for number in range(len(parts)))
 
@@ -195,7 +195,7 @@ def _bucket_bytes(args: Arguments, weights: int) -> int:
 
 
 def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strategies: str) -> int:
-    """Elements of a slot, divided where Megatron-FSDP runs with one of `strategies`; without the layers at work."""
+    """Elements of a GPU, divided where Megatron-FSDP runs with one of `strategies`; without the layers at work."""
     if args.use_megatron_fsdp and args.data_parallel_sharding_strategy in strategies:
         return dense // groups.optimizer_shares + expert // groups.expert_data
     return dense + expert
@@ -279,6 +279,6 @@ def _in_flight(args: Arguments, groups: Groups, stage: int) -> float:
 
 
 def _micro_batches(args: Arguments, groups: Groups) -> int:
-    """Micro-batches of one optimizer step on one slot: at most one per sample."""
+    """Micro-batches of one optimizer step on one GPU: at most one per sample."""
     samples = max((args.global_batch_size or 1) // groups.data, 1)
     return samples if args.use_dynamic_batch_size else max(samples // args.micro_batch_size, 1)

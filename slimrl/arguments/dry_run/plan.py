@@ -29,10 +29,10 @@ from slimrl.processes.process_info import GIB
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """One SGLang server; `slots` are positions in the placement."""
+    """One SGLang server; `gpus` are positions in the placement."""
 
     index: int
-    slots: range
+    gpus: range
     seed: int
     log: str
 
@@ -40,8 +40,8 @@ class Server:
 def servers(args: Arguments, where: Placement) -> list[Server]:
     """Every server, in order."""
     return [
-        Server(index, slots, args.rollout_seed + index, f"{args.run_dir}/logs/sglang{index}.log")
-        for index, slots in enumerate(where.engines)
+        Server(index, gpus, args.rollout_seed + index, f"{args.run_dir}/logs/sglang{index}.log")
+        for index, gpus in enumerate(where.engines)
     ]
 
 
@@ -112,7 +112,7 @@ MANY_LAYERS = 10**6  # all of a model that is not trained
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What a plan is made for. `nodes` has the slots of each node of a running Ray cluster, None where there is none.
+    """What a plan is made for. `nodes` has the GPUs of each node of a running Ray cluster, None where there is none.
 
     `server_words` is what the servers are started with on this machine before anything the user says ("--device=cpu").
     """
@@ -123,8 +123,8 @@ class Surroundings:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotMemory:
-    """Memory of one slot (bytes), and in words who says so; `shared` where all slots draw on one machine's memory."""
+class GpuMemory:
+    """Memory of one GPU (bytes), and in words who says so; `shared` where all GPUs draw on one machine's memory."""
 
     bytes: int
     source: str
@@ -150,19 +150,19 @@ class Plan:
     total_parameters: int
     active_parameters: int
     checkpoint_elements: int  # what the checkpoint's files must hold
-    slot: SlotMemory | None
+    gpu: GpuMemory | None
     engine_settings: EngineSettings
     memory: MemoryPlan
-    reward_weights: int | None  # of one slot of the reward model, bytes; None without one that is started
+    reward_weights: int | None  # of one GPU of the reward model, bytes; None without one that is started
 
     @property
     def colocated(self) -> bool:
-        """Whether a slot has both roles."""
+        """Whether a GPU has both roles."""
         return bool(self.args.colocate and self.placement.train and self.placement.engines)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether one role leaves the slot's memory while the other works."""
+        """Whether one role leaves the GPU's memory while the other works."""
         return bool(self.args.offload_train and self.args.offload_rollout)
 
 
@@ -172,11 +172,11 @@ def make_plan(args: Arguments, entry: str, surroundings: Surroundings) -> Plan:
     where = placement(args, surroundings.nodes)
     folder = Path(args.hf_checkpoint)
     files = read_hf_files(folder, layers=shape.layers, tied=shape.tied)
-    slot = slot_memory(args, where, surroundings)
+    gpu = gpu_memory(args, where, surroundings)
     total = total_parameters(shape)
     options = {**server_defaults(surroundings.server_words), **args.sglang_options}
     settings = EngineSettings.from_options(options, weight_bytes=bytes_per_weight(folder, files, total))
-    slot_bytes = None if slot is None or slot.shared else slot.bytes
+    gpu_bytes = None if gpu is None or gpu.shared else gpu.bytes
     return Plan(
         args=args,
         entry=entry,
@@ -193,15 +193,15 @@ def make_plan(args: Arguments, entry: str, surroundings: Surroundings) -> Plan:
         total_parameters=total,
         active_parameters=active_parameters(shape),
         checkpoint_elements=total + selection_biases(shape),
-        slot=slot,
+        gpu=gpu,
         engine_settings=settings,
-        memory=estimate(args, slot_bytes=slot_bytes, engine=settings),
+        memory=estimate(args, gpu_bytes=gpu_bytes, engine=settings),
         reward_weights=_reward_weights(args, surroundings) if where.reward else None,
     )
 
 
 def _reward_weights(args: Arguments, surroundings: Surroundings) -> int:
-    """What a slot of the reward model's servers holds of its weights: as in the files, or in the dtype asked for."""
+    """What a GPU of the reward model's servers holds of its weights: as in the files, or in the dtype asked for."""
     files = read_hf_files(Path(args.rm_model), layers=MANY_LAYERS, tied=False)
     if files is None:
         return 0
@@ -211,17 +211,17 @@ def _reward_weights(args: Arguments, surroundings: Surroundings) -> int:
     return size // args.rm_num_gpus_per_engine
 
 
-def slot_memory(args: Arguments, where: Placement, surroundings: Surroundings) -> SlotMemory | None:
-    """What one slot has: as --slot-memory-gib says, else a GPU, else this machine's memory by its slots."""
+def gpu_memory(args: Arguments, where: Placement, surroundings: Surroundings) -> GpuMemory | None:
+    """What one GPU has: as --gpu-memory-gib says, else a GPU, else this machine's memory by its GPUs."""
     machine = surroundings.machine
-    if args.slot_memory_gib is not None:
-        return SlotMemory(int(args.slot_memory_gib * GIB), "--slot-memory-gib", shared=False)
+    if args.gpu_memory_gib is not None:
+        return GpuMemory(int(args.gpu_memory_gib * GIB), "--gpu-memory-gib", shared=False)
     if machine.gpus:
-        return SlotMemory(min(machine.gpus), "nvidia-smi", shared=False)
+        return GpuMemory(min(machine.gpus), "nvidia-smi", shared=False)
     if machine.host is None or where.total == 0:
         return None
     here = where.total if surroundings.nodes is None else max(where.on_node(place.node) for place in where.places)
-    return SlotMemory(machine.host // here, f"this machine's {machine.host / GIB:.1f} GiB / {here} slots", shared=True)
+    return GpuMemory(machine.host // here, f"this machine's {machine.host / GIB:.1f} GiB / {here} GPUs", shared=True)
 
 
 def loop_rows(plan: Plan) -> Iterator[tuple[str, str]]:

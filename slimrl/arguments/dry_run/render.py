@@ -18,14 +18,14 @@ def render(plan: Plan) -> str:
     """The whole text."""
     sections = (
         ("What runs", _run(plan)),
-        ("Slots", _slots(plan)),
+        ("GpuBundles", _gpus(plan)),
         ("Parallel groups of training", _groups(plan)),
         ("One rollout", _batches(plan)),
         ("Model", _model(plan)),
         ("Checkpoints", _checkpoints(plan)),
         ("Hooks", _hooks(plan)),
         ("Servers", _servers(plan)),
-        ("Memory of one slot", _memory(plan)),
+        ("Memory of one GPU", _memory(plan)),
     )
     blocks = [f"Plan of {plan.entry}: nothing is started."]
     for title, lines in sections:
@@ -69,9 +69,9 @@ def _run(plan: Plan) -> Iterator[str]:
     yield from table([("length", length), *loop_rows(plan), ("folder", args.run_dir)])
 
 
-def _slots(plan: Plan) -> Iterator[str]:
+def _gpus(plan: Plan) -> Iterator[str]:
     where = plan.placement
-    rows: list[tuple[object, ...]] = [("role", "slots", "where (node: slots on it)")]
+    rows: list[tuple[object, ...]] = [("role", "gpus", "where (node: GPUs on it)")]
     if where.train:
         rows.append(("training", len(where.train), _where(plan, where.train)))
     if where.engines:
@@ -84,9 +84,9 @@ def _slots(plan: Plan) -> Iterator[str]:
     nodes = len(where.nodes_of(range(len(where.places))))
     shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
     source = (
-        "of the Ray cluster" if plan.surroundings.nodes is not None else f"of {plan.args.num_gpus_per_node} slots each"
+        "of the Ray cluster" if plan.surroundings.nodes is not None else f"of {plan.args.num_gpus_per_node} GPUs each"
     )
-    yield f"{where.total} slots{shared}, on {nodes} {'node' if nodes == 1 else 'nodes'} {source}"
+    yield f"{where.total} GPUs{shared}, on {nodes} {'node' if nodes == 1 else 'nodes'} {source}"
 
 
 def _turns(plan: Plan) -> str:
@@ -101,8 +101,8 @@ def _turns(plan: Plan) -> str:
 def _where(plan: Plan, positions: range) -> str:
     parts = []
     for node in plan.placement.nodes_of(positions):
-        slots = [plan.placement.places[i].slot for i in positions if plan.placement.places[i].node == node]
-        parts.append(f"{node}: {_span(slots)}")
+        gpus = [plan.placement.places[i].gpu for i in positions if plan.placement.places[i].node == node]
+        parts.append(f"{node}: {_span(gpus)}")
     return "; ".join(parts[:LISTED] + ([f"... {parts[-1]}"] if len(parts) > LISTED else []))
 
 
@@ -182,7 +182,7 @@ def _micro_batches(plan: Plan) -> tuple[object, ...]:
             f"{one.samples_per_rank} / --micro-batch-size {args.micro_batch_size}",
         )
     cap = args.max_tokens_per_gpu * plan.groups.context
-    by = f" x {plan.groups.context} context parallel slots" if plan.groups.context > 1 else ""
+    by = f" x {plan.groups.context} context parallel GPUs" if plan.groups.context > 1 else ""
     return (
         "micro-batches of them",
         "by length",
@@ -196,7 +196,7 @@ def _largest(plan: Plan) -> str:
     largest = plan.micro_batch
     alone = ", which goes alone" if largest.alone else ""
     return (
-        f"largest micro-batch: {largest.tokens_per_slot} tokens on a slot; {largest.basis} has {largest.longest_sample}"
+        f"largest micro-batch: {largest.tokens_per_gpu} tokens on a GPU; {largest.basis} has {largest.longest_sample}"
         f" tokens{alone}"
     )
 
@@ -206,7 +206,7 @@ def _model(plan: Plan) -> Iterator[str]:
     if plan.shape.experts is not None:
         rows.append(("of them for one token", f"{plan.active_parameters:,}", billions(plan.active_parameters)))
     for number, stage in enumerate(plan.memory.stages):
-        name = "on one training slot" if len(plan.memory.stages) == 1 else f"on a slot of stage {number}"
+        name = "on one training GPU" if len(plan.memory.stages) == 1 else f"on a GPU of stage {number}"
         rows.append((name, f"{stage.parameters:,}", billions(stage.parameters)))
     files = plan.hf_files
     if files is None:
@@ -283,9 +283,9 @@ def _servers(plan: Plan) -> Iterator[str]:
     if not plan.servers:
         return
     args = plan.args
-    rows: list[tuple[object, ...]] = [("server", "where (node: slots on it)", "seed", "log")]
+    rows: list[tuple[object, ...]] = [("server", "where (node: GPUs on it)", "seed", "log")]
     shown = plan.servers if len(plan.servers) <= 2 * LISTED else [*plan.servers[:LISTED], plan.servers[-1]]
-    rows += [(one.index, _where(plan, one.slots), one.seed, one.log) for one in shown]
+    rows += [(one.index, _where(plan, one.gpus), one.seed, one.log) for one in shown]
     yield from table(rows)
     if len(shown) < len(plan.servers):
         yield f"{len(plan.servers)} servers in all"
@@ -307,7 +307,7 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
     args, servers = plan.args, plan.placement.reward
     if not servers:
         return
-    places = "; ".join(_where(plan, slots) for slots in servers[:LISTED])
+    places = "; ".join(_where(plan, gpus) for gpus in servers[:LISTED])
     yield f"reward model: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
     words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}", "--is-embedding"]
     yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
@@ -321,17 +321,17 @@ def _memory(plan: Plan) -> Iterator[str]:
         rows = [("", *names), *([name, *map(gib, sizes)] for name, sizes in _stage_rows(stages))]
         yield from table([[cell if index == 0 else cell.rjust(10) for index, cell in enumerate(row)] for row in rows])
         if any(stage.host for stage in stages):
-            yield f"in host memory, per slot: {gib(max(stage.host for stage in stages))} ({_host_reason(plan)})"
+            yield f"in host memory, per GPU: {gib(max(stage.host for stage in stages))} ({_host_reason(plan)})"
         if plan.args.offload_train:
             parked = max(stage.weights + stage.optimizer for stage in stages)
-            yield f"in host memory while engines generate, per slot: {gib(parked)} (weights, optimizer state)"
+            yield f"in host memory while engines generate, per GPU: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
     if plan.reward_weights is not None:
-        yield f"reward model: weights {gib(plan.reward_weights)} of each of its slots"
-    if plan.slot is None:
-        yield "the memory of a slot is not known here: --slot-memory-gib compares with it"
+        yield f"reward model: weights {gib(plan.reward_weights)} of each of its GPUs"
+    if plan.gpu is None:
+        yield "the memory of a GPU is not known here: --gpu-memory-gib compares with it"
     else:
-        yield f"a slot has {gib(plan.slot.bytes)} ({plan.slot.source})"
+        yield f"a GPU has {gib(plan.gpu.bytes)} ({plan.gpu.source})"
     yield "not counted: what CUDA, NCCL or the processes themselves take; formulas: docs/dry-run.md"
 
 
@@ -357,8 +357,8 @@ def _engine(plan: Plan) -> Iterator[str]:
         f"engine: weights {gib(engine.weights)}, KV cache {engine.cache_per_token / 1024:,.1f} KiB per token"
         + (f" x {engine.tokens:,} tokens = {gib(engine.cache)}" if engine.tokens is not None else "")
     )
-    if plan.slot is not None and not plan.slot.shared:
+    if plan.gpu is not None and not plan.gpu.shared:
         given = "mem_fraction_static" in plan.args.sglang_options
         origin = "--sglang-mem-fraction-static" if given else "SGLang chooses its part, taken as"
         fraction = plan.engine_settings.fraction
-        yield f"        {origin} {fraction:g} of the slot = {gib(int(plan.slot.bytes * fraction))} for both"
+        yield f"        {origin} {fraction:g} of the GPU = {gib(int(plan.gpu.bytes * fraction))} for both"

@@ -82,9 +82,7 @@ class AttentionArguments:
     dsa_indexer_loss_coeff: float | None = flag(None, "DSA: weight of the indexer's loss", not_served=_NO_SPARSE)
     dsa_indexer_use_sparse_loss: bool = flag(False, "DSA: indexer loss over chosen tokens only", not_served=_NO_SPARSE)
     freeze_indexer: bool = flag(False, "DSA: do not train the indexer", not_served=_NO_SPARSE)
-    allgather_cp: bool = flag(
-        False, "DSA: context parallel slots take one contiguous piece each", not_served=_NO_SPARSE
-    )
+    allgather_cp: bool = flag(False, "DSA: context parallel GPUs take one contiguous piece each", not_served=_NO_SPARSE)
     linear_attention_freq: int | list[int] | None = flag(
         None,
         "layers of linear attention: every N-th, or one 0 or 1 per layer",

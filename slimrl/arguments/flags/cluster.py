@@ -1,4 +1,4 @@
-"""Flags that say how many slots each side gets. A slot is one GPU, or one CPU share on a machine without GPUs."""
+"""Flags that say how many GPUs each side gets. On a machine without GPUs they are logical GPUs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from slimrl.arguments.flag import flag
 
 @dataclasses.dataclass
 class ClusterArguments:
-    """Slots, placement and process groups."""
+    """GPUs, placement and process groups."""
 
     actor_num_nodes: int = flag(1, "nodes given to training (count)", at_least=1)
     actor_num_gpus_per_node: int = flag(
-        8, "slots used for training on each of those nodes (count); the training world size is nodes x this", at_least=1
+        8, "GPUs used for training on each of those nodes (count); the training world size is nodes x this", at_least=1
     )
     rollout_num_gpus: int | None = flag(
         None,
-        "slots for all inference engines together (count; with --colocate the training slots, else required)",
+        "GPUs for all inference engines together (count; with --colocate the training GPUs, else required)",
         at_least=1,
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "slots of one SGLang engine: its tensor parallel size x --sglang-pp-size (count)", at_least=1
+        1, "GPUs of one SGLang engine: its tensor parallel size x --sglang-pp-size (count)", at_least=1
     )
-    num_gpus_per_node: int = flag(
-        8, "slots a node has (count); an engine that needs more takes whole nodes", at_least=1
-    )
-    colocate: bool = flag(False, "train and generate on the same slots; without it each side has its own")
+    num_gpus_per_node: int = flag(8, "GPUs a node has (count); an engine that needs more takes whole nodes", at_least=1)
+    colocate: bool = flag(False, "train and generate on the same GPUs; without it each side has its own")
     offload: bool = flag(False, "short for --offload-train --offload-rollout")
     offload_train: bool | None = flag(
         None,
@@ -76,5 +74,5 @@ class ClusterArguments:
 
     @property
     def actor_num_gpus(self) -> int:
-        """Slots of the whole training group."""
+        """GPUs of the whole training group."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node

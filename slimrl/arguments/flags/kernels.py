@@ -183,7 +183,7 @@ class KernelArguments:
     )
     barrier_with_L1_time: bool = flag(
         True,
-        "do not wait for all slots at each outermost timer",
+        "do not wait for all GPUs at each outermost timer",
         only_off=True,
         off=("--no-barrier-with-level-1-timing",),
         not_served="megatron-core's timers are not used here; leave it out",

@@ -148,9 +148,9 @@ class DebugArguments:
     )
     debug_rollout_only: bool = flag(False, "no training: only generate and judge")
     dry_run: bool = flag(False, "check everything, print what would be started and how much memory it needs, and exit")
-    slot_memory_gib: float | None = flag(
+    gpu_memory_gib: float | None = flag(
         None,
-        "memory of one slot that --dry-run plans with (GiB; what nvidia-smi says, without GPUs the machine's by slots)",
+        "memory of one GPU that --dry-run plans with (GiB; what nvidia-smi says, without GPUs the machine's by GPUs)",
         above=0,
     )
     load_debug_rollout_data_subsample: float | None = flag(

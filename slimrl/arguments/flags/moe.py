@@ -32,7 +32,7 @@ class MoeArguments:
     )
     moe_router_group_topk: int | None = flag(None, "groups a token may choose its experts from (count)", at_least=1)
     moe_router_topk_limited_devices: int | None = flag(
-        None, "expert parallel slots a token may be sent to (count; no limit)", at_least=1
+        None, "expert parallel GPUs a token may be sent to (count; no limit)", at_least=1
     )
     moe_router_topk_scaling_factor: float | None = flag(
         None, "factor on the chosen experts' weights (none); needs --moe-router-pre-softmax or sigmoid scores"
@@ -63,12 +63,12 @@ class MoeArguments:
         spellings=("--moe-router-padding-for-fp8",),
     )
     moe_router_fusion: bool = flag(False, "fused router kernels of Transformer Engine")
-    moe_grouped_gemm: bool = flag(False, "one grouped matrix product for all experts of a slot")
+    moe_grouped_gemm: bool = flag(False, "one grouped matrix product for all experts of a GPU")
     moe_use_legacy_grouped_gemm: bool = flag(False, "the grouped_gemm package's kernel for --moe-grouped-gemm")
     moe_permute_fusion: bool = flag(False, "fused kernel that sorts tokens by expert")
     moe_token_dispatcher_type: str = flag(
         "alltoall",
-        "how tokens travel between expert parallel slots; allgather cannot take sequences of any length, so it is"
+        "how tokens travel between expert parallel GPUs; allgather cannot take sequences of any length, so it is"
         " replaced by alltoall with a log line",
         choices=("allgather", "alltoall", "flex"),
     )
@@ -103,7 +103,7 @@ class MoeArguments:
     )
     moe_extended_tp: bool = flag(
         False,
-        "share each expert's matrices over tensor and expert parallel slots",
+        "share each expert's matrices over tensor and expert parallel GPUs",
         not_served="megatron-core gave it up; use --expert-tensor-parallel-size instead",
     )
     overlap_moe_expert_parallel_comm: bool = flag(

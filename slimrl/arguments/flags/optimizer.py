@@ -83,7 +83,7 @@ class OptimizerArguments:
     muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps (count)", not_served=_MUON)
     muon_tp_mode: str = flag(
         "blockwise",
-        "Muon: matrices shared by tensor parallel slots",
+        "Muon: matrices shared by tensor parallel GPUs",
         choices=("blockwise", "duplicated", "distributed"),
         not_served=_MUON,
     )

@@ -11,8 +11,8 @@ from slimrl.arguments.flag import flag
 class ParallelArguments:
     """Parallel layout and memory saving by recomputation."""
 
-    tensor_model_parallel_size: int = flag(1, "slots that share each layer's matrices (count)", at_least=1)
-    sequence_parallel: bool = flag(False, "share norm activations over the tensor parallel slots (off when that is 1)")
+    tensor_model_parallel_size: int = flag(1, "GPUs that share each layer's matrices (count)", at_least=1)
+    sequence_parallel: bool = flag(False, "share norm activations over the tensor parallel GPUs (off when that is 1)")
     pipeline_model_parallel_size: int = flag(1, "pipeline stages (count)", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(
         None,
@@ -26,12 +26,12 @@ class ParallelArguments:
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "layers of one virtual stage: each slot holds several of them (count; one stage per slot)",
+        "layers of one virtual stage: each GPU holds several of them (count; one stage per GPU)",
         at_least=1,
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None,
-        "virtual stages of each pipeline slot (count); instead of --num-layers-per-virtual-pipeline-stage",
+        "virtual stages of each pipeline GPU (count); instead of --num-layers-per-virtual-pipeline-stage",
         at_least=1,
     )
     microbatch_group_size_per_vp_stage: int | None = flag(
@@ -46,18 +46,18 @@ class ParallelArguments:
     account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer as one layer of the last stage")
     context_parallel_size: int = flag(
         1,
-        "slots that share each sample's tokens (count)",
+        "GPUs that share each sample's tokens (count)",
         at_least=1,
     )
     cp_comm_type: list[str] | None = flag(
         None,
-        "how context parallel slots exchange keys and values with Transformer Engine (p2p)",
+        "how context parallel GPUs exchange keys and values with Transformer Engine (p2p)",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         nargs="+",
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None,
-        "slots of each level of --cp-comm-type a2a+p2p",
+        "GPUs of each level of --cp-comm-type a2a+p2p",
         nargs="+",
         not_served="one level of context parallelism is served; use --context-parallel-size alone",
     )
@@ -68,17 +68,17 @@ class ParallelArguments:
     )
     max_seqlen_per_dp_cp_rank: int | None = flag(
         None,
-        "tokens of a slot with --hybrid-context-parallel",
+        "tokens of a GPU with --hybrid-context-parallel",
         not_served="it belongs to --hybrid-context-parallel; use --max-tokens-per-gpu",
     )
     expert_model_parallel_size: int = flag(
         1,
-        "slots that share the experts (count)",
+        "GPUs that share the experts (count)",
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = flag(
         None,
-        "slots that share each expert's matrices (count; --tensor-model-parallel-size)",
+        "GPUs that share each expert's matrices (count; --tensor-model-parallel-size)",
         at_least=1,
     )
     recompute_granularity: str | None = flag(
@@ -97,7 +97,7 @@ class ParallelArguments:
         nargs="*",
     )
     distribute_saved_activations: bool = flag(
-        False, "spread the saved inputs of recomputed layers over the tensor parallel slots"
+        False, "spread the saved inputs of recomputed layers over the tensor parallel GPUs"
     )
     num_microbatches_with_partial_activation_checkpoints: int | None = flag(
         None,
@@ -123,7 +123,7 @@ class GradientArguments:
     )
     use_distributed_optimizer: bool = flag(
         True,
-        "spread the optimizer state over the data parallel slots (on, as slime has it; Megatron-LM's default is off)",
+        "spread the optimizer state over the data parallel GPUs (on, as slime has it; Megatron-LM's default is off)",
         off=("--no-use-distributed-optimizer",),
     )
     num_distributed_optimizer_instances: int = flag(
@@ -178,7 +178,7 @@ class GradientArguments:
     disable_symmetric_registration: bool = flag(False, "plain registration of NCCL buffers", not_served=_NCCL)
     use_megatron_fsdp: bool = flag(
         False,
-        "share out what --data-parallel-sharding-strategy names over the data parallel slots (Megatron-FSDP)",
+        "share out what --data-parallel-sharding-strategy names over the data parallel GPUs (Megatron-FSDP)",
         spellings=("--use-custom-fsdp",),
     )
     data_parallel_sharding_strategy: str = flag(
@@ -190,7 +190,7 @@ class GradientArguments:
         "no_shard",
         "what its outer level shards",
         choices=("no_shard", "optim"),
-        not_served="there is one level of data parallel slots; leave it out",
+        not_served="there is one level of data parallel GPUs; leave it out",
     )
     suggested_communication_unit_size: int | None = flag(
         None, "Megatron-FSDP: weights in one collective (count; two layers' or 1e9)", at_least=1

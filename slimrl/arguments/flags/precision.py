@@ -60,7 +60,7 @@ class PrecisionArguments:
         "FSDP: keep the transposed fp8 weights",
         not_served="Megatron-FSDP is served without --fp8-param-gather; leave it out",
     )
-    tp_only_amax_red: bool = flag(False, "agree on fp8 scales over tensor parallel slots only")
+    tp_only_amax_red: bool = flag(False, "agree on fp8 scales over tensor parallel GPUs only")
     reuse_grad_buf_for_mxfp8_param_ag: bool = flag(False, "gather mxfp8 weights in the gradients' memory")
     fp4_format: str | None = flag(None, "compute matrix products in fp4 (not at all)", choices=("e2m1",))
     fp4_recipe: str = flag("nvfp4", "how fp4 scales are found", choices=("nvfp4", "custom"))

@@ -132,8 +132,8 @@ class RolloutArguments:
         return self.num_rollout == 0
 
     @property
-    def rollout_slots(self) -> int:
-        """Slots that this run reserves for engines: none where the engines are the user's."""
+    def rollout_gpus(self) -> int:
+        """GPUs that this run reserves for engines: none where the engines are the user's."""
         return 0 if self.rollout_external_engine_addrs else self.rollout_num_gpus or 0
 
     @property
@@ -203,10 +203,10 @@ class RewardArguments:
     rm_model: str | None = flag(
         None,
         "reward model that --rm-type reward_model asks (Hugging Face folder, a sequence classifier with one label);"
-        " without --rm-url its servers are started on slots of their own",
+        " without --rm-url its servers are started on GPUs of their own",
     )
-    rm_num_gpus: int = flag(1, "slots of the reward model's servers, behind those of training and rollout", at_least=1)
-    rm_num_gpus_per_engine: int = flag(1, "slots of one server of the reward model", at_least=1)
+    rm_num_gpus: int = flag(1, "GPUs of the reward model's servers, behind those of training and rollout", at_least=1)
+    rm_num_gpus_per_engine: int = flag(1, "GPUs of one server of the reward model", at_least=1)
     rm_server_options: dict[str, Any] = flag(
         {}, 'flags of SGLang for the reward model\'s servers (JSON object), as in {"mem_fraction_static": 0.8}'
     )

@@ -13,15 +13,15 @@ from slimrl.arguments.validation.rule import Context
 _ACTOR_FIELDS = {"actor_num_nodes", "actor_num_gpus_per_node"}
 
 
-def _training_slots(args: Arguments) -> str:
+def _training_gpus(args: Arguments) -> str:
     return (
         f"--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}"
         f" = {args.actor_num_gpus}"
     )
 
 
-def world_divides_by_model_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Training slots = data x tensor x pipeline x context parallel size, and the same for the experts' layout."""
+def world_divides_by_model_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training GPUs = data x tensor x pipeline x context parallel size, and the same for the experts' layout."""
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
     if args.debug_rollout_only or context.broken & {*_ACTOR_FIELDS, *axes, *experts}:
@@ -37,7 +37,7 @@ def world_divides_by_model_slots(args: Arguments, context: Context) -> Iterator[
             mend = "choose sizes whose product divides them" if several else "choose a divisor"
             yield Problem(
                 "--" + next(iter(used)).replace("_", "-"),
-                f"{_training_slots(args)} training slots do not divide by {shown}{total}: {mend}.",
+                f"{_training_gpus(args)} training GPUs do not divide by {shown}{total}: {mend}.",
             )
 
 
@@ -69,31 +69,31 @@ def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Itera
             )
 
 
-def training_slots_fit_the_node(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Training asks for no more slots on a node than the node has."""
+def training_gpus_fit_the_node(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training asks for no more GPUs on a node than the node has."""
     value = args.actor_num_gpus_per_node
     if {"num_gpus_per_node", "actor_num_gpus_per_node"} & context.broken or value <= args.num_gpus_per_node:
         return
     yield Problem(
         "--actor-num-gpus-per-node",
         f"--actor-num-gpus-per-node {value} is more than the --num-gpus-per-node {args.num_gpus_per_node} of a node:"
-        " lower it, or say how many slots a node has.",
+        " lower it, or say how many GPUs a node has.",
     )
 
 
-def rollout_has_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Split placement names its slots; colocated placement has the training slots."""
+def rollout_has_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Split placement names its GPUs; colocated placement has the training GPUs."""
     if context.broken & (_ACTOR_FIELDS | {"rollout_num_gpus"}) or args.debug_train_only:
         return
     if args.rollout_num_gpus is None:
         yield Problem(
             "--rollout-num-gpus",
-            "the engines have no slots: give --rollout-num-gpus (slots of their own) or --colocate (shared slots).",
+            "the engines have no GPUs: give --rollout-num-gpus (GPUs of their own) or --colocate (shared GPUs).",
         )
 
 
 def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
-    """One step ahead needs slots for both sides at once."""
+    """One step ahead needs GPUs for both sides at once."""
     if context.entry == "train_async.py" and args.colocate:
         yield Problem(
             "--colocate",
@@ -108,12 +108,12 @@ def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
         )
 
 
-def slot_memory_is_planned_with(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The memory of a slot is a number for the plan; a run finds out by itself."""
-    if args.slot_memory_gib is not None and not args.dry_run:
+def gpu_memory_is_planned_with(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The memory of a GPU is a number for the plan; a run finds out by itself."""
+    if args.gpu_memory_gib is not None and not args.dry_run:
         yield Problem(
-            "--slot-memory-gib",
-            f"--slot-memory-gib {args.slot_memory_gib:g} is what --dry-run plans with: add it, or leave this out.",
+            "--gpu-memory-gib",
+            f"--gpu-memory-gib {args.gpu_memory_gib:g} is what --dry-run plans with: add it, or leave this out.",
         )
 
 

@@ -241,7 +241,7 @@ def produced_equals_consumed(args: Arguments, context: Context) -> Iterator[Prob
         )
 
 
-def global_batch_divides_over_slots(args: Arguments, context: Context) -> Iterator[Problem]:
+def global_batch_divides_over_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
     """Every data parallel rank gets whole micro-batches (whole samples with dynamic batches)."""
     if any(produced_equals_consumed(args, context)):
         return  # the global batch itself is in doubt

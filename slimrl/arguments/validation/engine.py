@@ -31,24 +31,24 @@ def _size(args: Arguments, name: str) -> int:
 
 
 def _tensor_parallel(args: Arguments) -> tuple[int, str] | None:
-    """The engines' tensor parallel size and how it came about, None where the slots do not divide."""
-    slots, stages = args.rollout_num_gpus_per_engine, _size(args, "pp_size")
-    if slots % stages:
+    """The engines' tensor parallel size and how it came about, None where the GPUs do not divide."""
+    gpus, stages = args.rollout_num_gpus_per_engine, _size(args, "pp_size")
+    if gpus % stages:
         return None
-    words = f"{_PER_ENGINE} {slots}"
-    return slots // stages, words if stages == 1 else f"{words} / --sglang-pp-size {stages} = {slots // stages}"
+    words = f"{_PER_ENGINE} {gpus}"
+    return gpus // stages, words if stages == 1 else f"{words} / --sglang-pp-size {stages} = {gpus // stages}"
 
 
-def engines_fill_their_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Rollout slots = engines x slots per engine."""
-    slots, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if not _has_engines(args, context) or slots % per_engine == 0:
+def engines_fill_their_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Rollout GPUs = engines x GPUs per engine."""
+    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if not _has_engines(args, context) or gpus % per_engine == 0:
         return
     shared = args.colocate and not args.debug_rollout_only
-    cause = " (the training slots, by --colocate)" if shared or "rollout_num_gpus" not in context.given else ""
+    cause = " (the training GPUs, by --colocate)" if shared or "rollout_num_gpus" not in context.given else ""
     yield Problem(
         _PER_ENGINE,
-        f"--rollout-num-gpus {slots}{cause} does not divide by {_PER_ENGINE} {per_engine}: choose a divisor.",
+        f"--rollout-num-gpus {gpus}{cause} does not divide by {_PER_ENGINE} {per_engine}: choose a divisor.",
     )
 
 
@@ -60,7 +60,7 @@ def engine_sizes_are_counts(args: Arguments, context: Context) -> Iterator[Probl
 
 
 def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Problem]:
-    """An engine that is larger than a node has all slots of its nodes."""
+    """An engine that is larger than a node has all GPUs of its nodes."""
     per_engine, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     if not _has_engines(args, context) or per_engine <= per_node:
         return
@@ -68,33 +68,33 @@ def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Prob
         yield Problem(
             _PER_ENGINE,
             f"{_PER_ENGINE} {per_engine} is more than a node has and no multiple of --num-gpus-per-node {per_node}: an"
-            " engine over several nodes fills them; choose a multiple, or say how many slots a node has.",
+            " engine over several nodes fills them; choose a multiple, or say how many GPUs a node has.",
         )
     first = 0 if args.colocate or args.debug_rollout_only else args.actor_num_gpus
     if first % per_node and "actor_num_gpus_per_node" not in context.broken:
         yield Problem(
             _PER_ENGINE,
             f"{_PER_ENGINE} {per_engine} takes whole nodes of --num-gpus-per-node {per_node}, and the {first} training"
-            f" slots before the engines leave {per_node - first % per_node} of a node over: let training fill its"
+            f" GPUs before the engines leave {per_node - first % per_node} of a node over: let training fill its"
             " nodes, or choose smaller engines.",
         )
 
 
 def engine_stages_divide(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Pipeline stages have equal slots, and nodes equal parts of them."""
-    slots, per_node, stages = args.rollout_num_gpus_per_engine, args.num_gpus_per_node, _size(args, "pp_size")
+    """Pipeline stages have equal GPUs, and nodes equal parts of them."""
+    gpus, per_node, stages = args.rollout_num_gpus_per_engine, args.num_gpus_per_node, _size(args, "pp_size")
     if not _has_engines(args, context) or stages == 1:
         return
-    nodes = max(slots // per_node, 1)
-    if slots % stages:
+    nodes = max(gpus // per_node, 1)
+    if gpus % stages:
         yield Problem(
             "--sglang-pp-size",
-            f"{_PER_ENGINE} {slots} does not divide by --sglang-pp-size {stages}: choose a divisor.",
+            f"{_PER_ENGINE} {gpus} does not divide by --sglang-pp-size {stages}: choose a divisor.",
         )
     elif nodes % stages and stages % nodes:
         yield Problem(
             "--sglang-pp-size",
-            f"--sglang-pp-size {stages} does not fit the {nodes} nodes of an engine ({_PER_ENGINE} {slots} /"
+            f"--sglang-pp-size {stages} does not fit the {nodes} nodes of an engine ({_PER_ENGINE} {gpus} /"
             f" --num-gpus-per-node {per_node}): choose a divisor or a multiple of {nodes}.",
         )
 
@@ -112,7 +112,7 @@ def engine_stages_can_be_updated(args: Arguments, context: Context) -> Iterator[
         yield Problem(
             "--sglang-pp-size",
             f"--sglang-pp-size {stages} cannot be brought new weights by {way}: SGLang's pipeline stages take them from"
-            " trainers on their own slots only; give --colocate without --update-weight-transport disk, or divide"
+            " trainers on their own GPUs only; give --colocate without --update-weight-transport disk, or divide"
             " engines by tensor and expert parallelism alone.",
         )
 
@@ -301,7 +301,7 @@ def router_has_an_address(args: Arguments, context: Context) -> Iterator[Problem
 
 
 def external_engines_are_apart(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Running servers lie on slots of their own, and have been configured by whoever started them."""
+    """Running servers lie on GPUs of their own, and have been configured by whoever started them."""
     addresses = args.rollout_external_engine_addrs
     if not addresses:
         return
@@ -321,7 +321,7 @@ def external_engines_are_apart(args: Arguments, context: Context) -> Iterator[Pr
         if clashes:
             yield Problem(
                 flag,
-                f"{flag} is for servers that slimrl starts on its slots, and {_EXTERNAL} names running ones:"
+                f"{flag} is for servers that slimrl starts on its GPUs, and {_EXTERNAL} names running ones:"
                 " leave one of the two out.",
             )
     if options := args.sglang_options.keys() - {"api_key"}:  # that of the running servers is told by nobody else

@@ -99,8 +99,8 @@ def router_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]
         )
 
 
-def experts_divide_over_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Every slot of an expert parallel group holds as many experts as the others."""
+def experts_divide_over_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Every GPU of an expert parallel group holds as many experts as the others."""
     size, experts = args.expert_model_parallel_size, args.num_experts
     if {"expert_model_parallel_size", "num_experts"} & context.broken:
         return

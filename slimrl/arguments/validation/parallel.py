@@ -66,7 +66,7 @@ def layers_divide_over_stages(args: Arguments, context: Context) -> Iterator[Pro
 
 
 def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Every slot holds the same number of virtual stages of the same size."""
+    """Every GPU holds the same number of virtual stages of the same size."""
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
     size, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if stages == 1 or layers is None:
@@ -174,7 +174,7 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
     if args.overlap_grad_reduce and args.data_parallel_sharding_strategy == "optim":
         yield Problem(
             "--overlap-grad-reduce",
-            f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each slot's own gradient a second time under"
+            f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each GPU's own gradient a second time under"
             " --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads).",
         )
     yield from _experts_are_shared_out(args, context)
@@ -186,7 +186,7 @@ def _list_of(args: Arguments) -> str:
 
 
 def _experts_are_shared_out(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Where each expert is on one slot only, megatron-core 0.16.1 adds up its gradients anew at each micro-batch."""
+    """Where each expert is on one GPU only, megatron-core 0.16.1 adds up its gradients anew at each micro-batch."""
     sizes = {"expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"}
     if args.num_experts is None or context.broken & sizes:
         return
@@ -194,7 +194,7 @@ def _experts_are_shared_out(args: Arguments, context: Context) -> Iterator[Probl
     if holders <= 1 and args.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
         yield Problem(
             "--expert-model-parallel-size",
-            f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert on one slot, where"
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert on one GPU, where"
             f" {_SWITCH} cannot share its gradients out: lower it, or use --data-parallel-sharding-strategy optim.",
         )
 
@@ -284,15 +284,15 @@ def recomputed_modules_are_there(args: Arguments, context: Context) -> Iterator[
         )
 
 
-def saved_activations_have_slots(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What is spread over tensor parallel slots is not spread there already, and there are such slots."""
+def saved_activations_have_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What is spread over tensor parallel GPUs is not spread there already, and there are such GPUs."""
     if not args.distribute_saved_activations:
         return
     if args.recompute_granularity != "full" or args.tensor_model_parallel_size == 1:
         yield Problem(
             "--distribute-saved-activations",
             "--distribute-saved-activations spreads what --recompute-granularity full saves over"
-            " --tensor-model-parallel-size slots, and one of the two is missing: add it, or leave the first out.",
+            " --tensor-model-parallel-size GPUs, and one of the two is missing: add it, or leave the first out.",
         )
     elif args.sequence_parallel:
         yield Problem(

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from slimrl.cluster import ray_session
 from slimrl.cluster.network import NodeMark, Reach, called_at, marked, node_address, seen_of, taken_for_one
-from slimrl.cluster.placement import ENGINE_SHARE, EnginePart, Slots
+from slimrl.cluster.placement import ENGINE_SHARE, EnginePart, GpuBundles
 from slimrl.engines.sglang.launch import ServerLaunch
 from slimrl.engines.sglang.server import NodePart, ServerProcess
 from slimrl.platform.launch_env import network_of
@@ -188,12 +188,14 @@ class Engine:
 
     what_follows, arrived = "another takes its place", "started"  # in messages: when it is lost, and after `start`
 
-    def __init__(self, settings: ServerSettings, parts: Sequence[EnginePart], slots: Slots, place: ActorPlace) -> None:
-        """Places one actor per node, on the first slot of its part; `start` starts the processes."""
+    def __init__(
+        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: GpuBundles, place: ActorPlace
+    ) -> None:
+        """Places one actor per node, on the first GPU of its part; `start` starts the processes."""
         self.url: str | None = None
         self.settings = settings
         self._parts = parts
-        self._slots = slots
+        self._gpus = gpus
         self._place = place
         self._actors = [self._actor(rank, part) for rank, part in enumerate(parts)]
         self._watches = [actor.watch.remote() for actor in self._actors]
@@ -214,15 +216,15 @@ class Engine:
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
         place, suffix = self._place, self._suffix(rank)
         return EngineActor.options(
-            **self._slots.options(part.slots[0], ENGINE_SHARE),
+            **self._gpus.options(part.gpus[0], ENGINE_SHARE),
             runtime_env={"env_vars": place.environment},
             name=f"engine {suffix}",
         ).remote(self.settings, place.log_dir / f"engine{suffix}.log", place.log_level, place.folder)
 
     def successor(self) -> Engine:
-        """Another server on the same slots, not started; this one must have been ended."""
+        """Another server on the same GPUs, not started; this one must have been ended."""
         settings = dataclasses.replace(self.settings, life=self.settings.life + 1)
-        return Engine(settings, self._parts, self._slots, self._place)
+        return Engine(settings, self._parts, self._gpus, self._place)
 
     async def start(self, timeout_s: float) -> None:
         """Starts the processes and waits until the server answers.
@@ -251,7 +253,7 @@ class Engine:
             raise ProcessStartError(f"SGLang server {self.name} cannot start: {why}")
 
     async def _claim(self, rank: int, meeting: str | None) -> str:
-        gpu_ids = [self._slots.slots[slot].gpu_id for slot in self._parts[rank].slots]
+        gpu_ids = [self._gpus.gpus[gpu].gpu_id for gpu in self._parts[rank].gpus]
         log_path = self._place.log_dir / f"sglang{self._suffix(rank)}.log"
         return await self._actors[rank].claim.remote(NodePart(rank, len(self._parts), meeting), gpu_ids, log_path)
 
@@ -260,8 +262,8 @@ class Engine:
         """Where weights are sent to, once it has started."""
         return EngineEndpoint(
             self.url,
-            slots=[slot for part in self._parts for slot in part.slots],
-            nodes=[part.node for part in self._parts for _ in part.slots],
+            gpus=[gpu for part in self._parts for gpu in part.gpus],
+            nodes=[part.node for part in self._parts for _ in part.gpus],
             tensor_parallel_size=self.settings.tensor_parallel_size,
             life=self.settings.life,
             key=self.settings.key,

@@ -18,7 +18,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerEnd, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, called_at
-from slimrl.cluster.placement import Slots
+from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.auth import key_of
 from slimrl.engines.http import answers
 from slimrl.engines.protocol import EngineError
@@ -65,9 +65,9 @@ class ExternalEngine:
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        """Where weights are sent to, once it has started: it lies on slots of its own."""
+        """Where weights are sent to, once it has started: it lies on GPUs of its own."""
         size = self._server.tensor_parallel_size
-        return EngineEndpoint(self.url, slots=[], tensor_parallel_size=size, life=self.life, key=self.key)
+        return EngineEndpoint(self.url, gpus=[], tensor_parallel_size=size, life=self.life, key=self.key)
 
     def successor(self) -> ExternalEngine:
         """The same server after it went away."""
@@ -146,15 +146,14 @@ class Fleet:
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, slots: Slots, launch: Launch) -> Fleet:
+    async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> Fleet:
         """Starts every server and the router; returns when all servers answer through it."""
-        nodes = [part.node for parts in slots.engines for part in parts]
+        nodes = [part.node for parts in gpus.engines for part in parts]
         called_at(args.sglang_options.get("host"), LOOPBACK, nodes)  # or says why not, before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
         place = ActorPlace(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
-            Engine(server_settings(args, index, launch), parts, slots, place)
-            for index, parts in enumerate(slots.engines)
+            Engine(server_settings(args, index, launch), parts, gpus, place) for index, parts in enumerate(gpus.engines)
         ] or [
             ExternalEngine(address, index, args)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())

@@ -1,6 +1,6 @@
 """Replaces servers and the router that are lost, while the rest of the run goes on (`--use-fault-tolerance`).
 
-Promises that a lost server is ended for good before another takes its slots, that the other is put behind the router
+Promises that a lost server is ended for good before another takes its GPUs, that the other is put behind the router
 only when it has been given the weights of the run, that the router comes back at its address with the same servers, and
 that a server which dies again and again ends the run. Lives in the rollout manager; its other half, which brings the
 weights, is `joining` in the driver.
@@ -51,7 +51,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass
 class _Place:
-    """One server's slots, and what became of the servers there."""
+    """One server's GPUs, and what became of the servers there."""
 
     engine: AnyEngine
     phase: Phase = Phase.SERVING
@@ -115,7 +115,7 @@ class Recovery:
         self._router = RouterKeeper(fleet.router, self._monitor, self._serving, self._event)
         self._starting: set[int] = set()
         self._pushed: list[AnyEngine] = []  # to which weights are on their way, or were
-        self._keep_off = False  # training has the slots, or is about to
+        self._keep_off = False  # training has the GPUs, or is about to
         self._loop = asyncio.get_running_loop()
         memory.when_lost = self._blame_from_thread
         self._tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self._places))]

@@ -23,7 +23,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.engines import RewardModelConfig
 from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerSettings
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.placement import Slots
+from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.auth import OPTION
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
@@ -71,9 +71,9 @@ class RewardServers:
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, slots: Slots, launch: Launch) -> RewardServers:
+    async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> RewardServers:
         """Starts every server and returns when all of them answer. Raises ProcessStartError where one dies."""
-        if not slots.reward_engines:
+        if not gpus.reward_engines:
             return cls([])
         place = ActorPlace(Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd())
         folder = Path(args.rm_model).absolute()
@@ -82,8 +82,8 @@ class RewardServers:
             servable_folder, folder, architecture, Path(args.run_dir).absolute() / "rm_model"
         )
         engines = [
-            Engine(server_settings(args, model, index, launch), parts, slots, place)
-            for index, parts in enumerate(slots.reward_engines)
+            Engine(server_settings(args, model, index, launch), parts, gpus, place)
+            for index, parts in enumerate(gpus.reward_engines)
         ]
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
         return cls(engines)

@@ -23,7 +23,7 @@ from ray import ObjectRef
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
 from slimrl.cluster.launch import Launch, Meeting, RankPlace
-from slimrl.cluster.placement import TRAIN_SHARE, Slots, gpus_of_nodes
+from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_messages import RankSetup, RankStart
 from slimrl.cluster.watchdog import Awaited, RankWhere, answers, of_ranks
@@ -166,20 +166,20 @@ logger = logging.getLogger("slimrl")
 
 
 class TrainGroup:
-    """One worker per training slot. Every method blocks until all ranks have answered."""
+    """One worker per training GPU. Every method blocks until all ranks have answered."""
 
-    def __init__(self, args: Arguments, slots: Slots, supervisor: Supervisor, launch: Launch) -> None:
+    def __init__(self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> None:
         """Starts the actors and watches them; the model is built by `initialize`."""
         self._supervisor = supervisor
         self._check_equal = args.check_weight_update_equal  # until the first push
         self._has_slept = False
         self.pushing: int | None = None  # the version of a push that has begun and is not complete
         self.last_push: dict[str, float] = {}  # its metrics by their full names
-        ranks = slots.plan.train
+        ranks = gpus.plan.train
         gpus = gpus_of_nodes()
         self.workers = [
             TrainWorker.options(
-                **slots.options(slot, TRAIN_SHARE),
+                **gpus.options(gpu, TRAIN_SHARE),
                 runtime_env={"env_vars": launch.environment},
                 name=f"train worker {rank}",
             ).remote(
@@ -187,10 +187,10 @@ class TrainGroup:
                 rank,
                 len(ranks),
                 launch,
-                RankPlace(slots.slots[slot].gpu_id, gpus[slots.slots[slot].node]),
+                RankPlace(gpus.gpus[gpu].gpu_id, gpus[gpus.gpus[gpu].node]),
                 Path.cwd(),
             )
-            for rank, slot in enumerate(ranks)
+            for rank, gpu in enumerate(ranks)
         ]
         for rank, worker in enumerate(self.workers):
             supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")

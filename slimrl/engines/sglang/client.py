@@ -96,9 +96,9 @@ class RouterClient:
         self._weights_are_pushed = weights_are_pushed
         self._reader = AnswerReader(vocabulary)
         # a semaphore looks through those that it woke already, which costs more than a request where thousands wait
-        self._slots: asyncio.LifoQueue[None] = asyncio.LifoQueue()
+        self._gpus: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         for _ in range(concurrency):
-            self._slots.put_nowait(None)
+            self._gpus.put_nowait(None)
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
         self._waiting = 0  # requests between two tries
@@ -185,7 +185,7 @@ class RouterClient:
         aborted = self._aborted
         tries = _Tries(self._keep_trying_s)
         while True:
-            await self._slots.get()
+            await self._gpus.get()
             try:
                 session = self._open()
                 if aborted.is_set() and aborted_answer(path) is not None:  # while it waited for its turn
@@ -201,13 +201,13 @@ class RouterClient:
                 level = logging.DEBUG if self._waiting else logging.WARNING
                 logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
             finally:
-                self._slots.put_nowait(None)
+                self._gpus.put_nowait(None)
             await self._wait(backoff_s, aborted)
 
     async def abort_all(self) -> None:
         """Abort every request that has been made; returns when all of them have returned.
 
-        Those still waiting for a slot or for another try return without tokens, and so do those that a server which
+        Those still waiting for a GPU or for another try return without tokens, and so do those that a server which
         hangs holds for more than ABORT_PATIENCE_S. Requests made before this returns may be aborted too.
         """
         self._aborted.set()

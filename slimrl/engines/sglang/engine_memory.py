@@ -1,4 +1,4 @@
-"""The memory of all servers of a run: taken from them while training has the slots, and given back.
+"""The memory of all servers of a run: taken from them while training has the GPUs, and given back.
 
 Owns the order of the calls. The servers themselves check nothing: one that is told to resume what it still has ends at
 once, and one that is asked for tokens while it has no memory answers with what it finds there. So every call that must

@@ -154,7 +154,7 @@ def _of_server(server: dict[str, Any], paths: dict[str, Any]) -> Iterator[str]:
         yield f"it runs SGLang {server.get('version')}, which has no {', '.join(missing)}: use 0.5.18 or later"
     if server.get("pp_size", 1) > 1:
         size = server["pp_size"]
-        yield f"it has --pp-size {size}, and pipeline stages take no weights from other slots: leave it out"
+        yield f"it has --pp-size {size}, and pipeline stages take no weights from other GPUs: leave it out"
     if server.get("dp_size", 1) > 1 and not server.get("enable_dp_attention"):
         yield f"it holds --dp-size {server['dp_size']} copies of the model: start them as servers of their own"
     if server.get("quantization"):

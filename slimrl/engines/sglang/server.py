@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class NodePart:
-    """Which part of a server a process is: number `rank` of `count`, one per node, each with as many slots.
+    """Which part of a server a process is: number `rank` of `count`, one per node, each with as many GPUs.
 
     `meeting` is the "host:port" on the first node where the ranks of all of them meet, as `claim` there returned it.
     """
@@ -50,7 +50,7 @@ class NodePart:
 
 
 class ServerProcess:
-    """One server of `tensor_parallel_size` times `--sglang-pp-size` slots, or the part of it on this machine.
+    """One server of `tensor_parallel_size` times `--sglang-pp-size` GPUs, or the part of it on this machine.
 
     `options` holds what the user typed after `--sglang-`, by the engine's own names; they win over slimrl's defaults.
     It is called at `host`, where it listens unless `options` have a "host"; who shows no `key` is refused. `port` None:

@@ -30,7 +30,7 @@ def block_spec(
     """
     if config.moe_grouped_gemm and config.moe_use_legacy_grouped_gemm:
         raise ValueError(
-            "--moe-use-legacy-grouped-gemm joins all experts of a slot in one matrix, which no table describes:"
+            "--moe-use-legacy-grouped-gemm joins all experts of a GPU in one matrix, which no table describes:"
             " leave it out, --moe-grouped-gemm alone uses Transformer Engine's kernels"
         )
     fused = config.transformer_impl == "transformer_engine"

@@ -245,7 +245,7 @@ PERF = (
     Metric("perf/{save,evaluate}_time", "of a step that saves or is followed by an evaluation", "s", when="then"),
     Metric(
         "perf/{release_engines,wake_training,park_training,resume_engines}_time",
-        "moving weights and caches off the slots and back",
+        "moving weights and caches off the GPUs and back",
         "s",
         when="--offload",
     ),
@@ -260,7 +260,7 @@ PERF = (
     ),
     Metric(
         "perf/{log_probs,ref_log_probs,actor_train}_tflops",
-        "by training slot, without padding and recomputation; forward and backward count as three passes",
+        "by training GPU, without padding and recomputation; forward and backward count as three passes",
         "TFLOP/s",
         when=_TRAINING,
     ),
@@ -270,7 +270,7 @@ PERF = (
         " first after a resume takes what the checkpoint held ready, so that its speeds are too high)",
         "s",
     ),
-    Metric("perf/tokens_per_gpu_per_sec", "response tokens by rollout_time and rollout slot", "tokens/s"),
+    Metric("perf/tokens_per_gpu_per_sec", "response tokens by rollout_time and rollout GPU", "tokens/s"),
     Metric("perf/effective_tokens_per_gpu_per_sec", "the same without masked tokens", "tokens/s"),
     Metric("perf/longest_sample_tokens_per_sec", "tokens of the longest response by rollout_time", "tokens/s"),
     Metric("perf/longest_effective_sample_tokens_per_sec", "the same without masked tokens", "tokens/s"),

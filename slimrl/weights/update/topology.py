@@ -1,6 +1,6 @@
-"""Who sends to which engine: pure arithmetic on slots and nodes, the same on every trainer rank.
+"""Who sends to which engine: pure arithmetic on GPUs and nodes, the same on every trainer rank.
 
-Slots count from the trainer's first; slot n belongs to trainer rank n where there is such a rank. An engine may lie on
+GPUs count from the trainer's first; GPU n belongs to trainer rank n where there is such a rank. An engine may lie on
 several nodes.
 """
 
@@ -29,15 +29,15 @@ class RankGroups(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EngineEndpoint:
-    """One server: its URL and its slots, one per rank: all tensor-parallel ranks of the first pipeline stage first.
+    """One server: its URL and its GPUs, one per rank: all tensor-parallel ranks of the first pipeline stage first.
 
-    `nodes` has the node of each slot, by any name; left out, all engines are on one machine. `tensor_parallel_size`
-    left out is the number of slots. `life` counts how often another server took this place, maybe at the same URL.
+    `nodes` has the node of each GPU, by any name; left out, all engines are on one machine. `tensor_parallel_size`
+    left out is the number of GPUs. `life` counts how often another server took this place, maybe at the same URL.
     `key` is what it asks for in every call.
     """
 
     url: str
-    slots: Sequence[int]
+    gpus: Sequence[int]
     nodes: Sequence[str] | None = None
     tensor_parallel_size: int | None = None
     life: int = 0
@@ -45,18 +45,18 @@ class EngineEndpoint:
 
     @property
     def node_of(self) -> dict[int, str]:
-        """The node of each slot."""
-        return dict(zip(self.slots, self.nodes or [""] * len(self.slots), strict=True))
+        """The node of each GPU."""
+        return dict(zip(self.gpus, self.nodes or [""] * len(self.gpus), strict=True))
 
     @property
     def tensor_parallel(self) -> int:
         """Ranks that divide each tensor among them."""
-        return self.tensor_parallel_size or len(self.slots)
+        return self.tensor_parallel_size or len(self.gpus)
 
     @property
     def has_stages(self) -> bool:
         """Whether the engine's layers are divided into pipeline stages."""
-        return self.tensor_parallel < len(self.slots)
+        return self.tensor_parallel < len(self.gpus)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,30 +77,30 @@ class Roles:
 
 
 def split_roles(engines: Sequence[EngineEndpoint]) -> Roles:
-    """No engine shares a slot with the trainer: rank 0 sends to all. Raises ValueError as `check_without_stages`."""
+    """No engine shares a GPU with the trainer: rank 0 sends to all. Raises ValueError as `check_without_stages`."""
     check_without_stages(engines)
     return Roles({}, tuple(range(len(engines))))
 
 
 def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> Roles:
-    """Who sends where slots are shared.
+    """Who sends where GPUs are shared.
 
     Host memory of one rank can be opened by every process of its node: on each of an engine's nodes its first trainer
     rank serves all of the engine's ranks there, and rank 0 those on its node that have no trainer. Device memory is
-    opened on its own GPU only: each slot's rank serves that slot. An engine with a rank that nobody can serve so counts
+    opened on its own GPU only: each GPU's rank serves that GPU. An engine with a rank that nobody can serve so counts
     as remote. Raises ValueError where that is an engine with pipeline stages, or one on the GPU of rank 0.
     """
     sharing: dict[int, tuple[int, ...]] = {}
     remote: list[int] = []
     for number, engine in enumerate(engines):
-        suppliers = _on_node(engines, engine, world_size) if host_memory else engine.slots
+        suppliers = _on_node(engines, engine, world_size) if host_memory else engine.gpus
         if all(rank is not None and rank < world_size for rank in suppliers):
             sharing[number] = tuple(suppliers)
-        elif 0 in engine.slots and not host_memory:
+        elif 0 in engine.gpus and not host_memory:
             raise ValueError(
-                f"engine {engine.url} has slots {list(engine.slots)} and the trainer has {world_size}: a GPU cannot"
+                f"engine {engine.url} has GPUs {list(engine.gpus)} and the trainer has {world_size}: a GPU cannot"
                 " be the source and a receiver of one broadcast; make --rollout-num-gpus-per-engine divide the number"
-                " of training slots"
+                " of training GPUs"
             )
         else:
             remote.append(number)
@@ -109,13 +109,13 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
 
 
 def _on_node(engines: Sequence[EngineEndpoint], engine: EngineEndpoint, world_size: int) -> list[int | None]:
-    """For each slot of the engine a trainer rank on the same node, None where there is none."""
+    """For each GPU of the engine a trainer rank on the same node, None where there is none."""
     ranks: dict[str, int] = {}
-    for slot, node in engine.node_of.items():
-        if slot < world_size:
-            ranks.setdefault(node, slot)
+    for gpu, node in engine.node_of.items():
+        if gpu < world_size:
+            ranks.setdefault(node, gpu)
     for other in engines:
-        if 0 in other.slots:
+        if 0 in other.gpus:
             ranks.setdefault(other.node_of[0], 0)
     return [ranks.get(node) for node in engine.node_of.values()]
 
@@ -129,8 +129,8 @@ def check_without_stages(engines: Sequence[EngineEndpoint]) -> None:
     for engine in engines:
         if engine.has_stages:
             raise ValueError(
-                f"engine {engine.url} has pipeline stages, which take weights only from trainers on their own slots:"
-                " leave --sglang-pp-size out, or give --colocate and training slots for all engines"
+                f"engine {engine.url} has pipeline stages, which take weights only from trainers on their own GPUs:"
+                " leave --sglang-pp-size out, or give --colocate and training GPUs for all engines"
             )
 
 

@@ -149,7 +149,7 @@ class WeightUpdater:
         timeout_s: float = TIMEOUT_S,
         timeline: Timeline | None = None,
     ) -> WeightUpdater:
-        """Engines on the trainer's slots get references to shared memory; engines elsewhere, on CUDA, a broadcast."""
+        """Engines on the trainer's GPUs get references to shared memory; engines elsewhere, on CUDA, a broadcast."""
         device = source.parallel.device
         roles = colocated_roles(engines, source.parallel.world_size, host_memory=device.type == "cpu")
         return cls._from_roles(source, engines, roles, bucket_bytes, timeout_s, timeline)

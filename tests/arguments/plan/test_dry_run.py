@@ -41,7 +41,7 @@ def sentences(plan):
 
 def test_the_recipe_shows_its_numbers(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000019")
-    text = render(plan_of(recipe, "--bf16 --slot-memory-gib 80 --sglang-mem-fraction-static 0.4"))
+    text = render(plan_of(recipe, "--bf16 --gpu-memory-gib 80 --sglang-mem-fraction-static 0.4"))
     flat = re.sub(r"[ ]+", " ", text)
     for expected in (
         "rollouts 20 to 2999 (2980)",
@@ -51,7 +51,7 @@ def test_the_recipe_shows_its_numbers(recipe):
         "samples 256 32 x --n-samples-per-prompt 8",
         "samples per step and data parallel rank 64 256 / 4 ranks",
         "parameters 4,022,468,096 4.02 B",
-        "on one training slot 2,011,495,936 2.01 B",
+        "on one training GPU 2,011,495,936 2.01 B",
         f"weights --load {recipe.dir}/ckpt/iter_0000019 (after rollout 19)",
         "goes on with rollout 20",
         "slimrl.rollout.sglang_rollout.generate_rollout",
@@ -61,7 +61,7 @@ def test_the_recipe_shows_its_numbers(recipe):
         "gradients 7.49 GiB",
         "optimizer state 5.62 GiB",
         "KV cache 72.0 KiB per token",
-        "0.4 of the slot = 32.00 GiB",
+        "0.4 of the GPU = 32.00 GiB",
     ):
         assert expected in flat, expected
     assert re.search(r"rollout_function\.py:\d+", text)
@@ -71,7 +71,7 @@ def test_split_roles_show_their_own_nodes(recipe):
     flat = re.sub(r"[ ]+", " ", render(plan_of(recipe, "--rollout-num-gpus 14", placement=SPLIT)))
     assert "training 2 0: 0-1" in flat
     assert "engines 14 0: 2-7; 1: 0-7" in flat
-    assert "16 slots, on 2 nodes of 8 slots each" in flat
+    assert "16 GPUs, on 2 nodes of 8 GPUs each" in flat
 
 
 @pytest.fixture
@@ -88,14 +88,14 @@ def judge(tmp_path):
 
 
 @pytest.mark.parametrize(("placement", "total", "where"), [(SPLIT, 12, "1: 2-3"), (COLOCATED, 10, "1: 0-1")])
-def test_a_reward_model_has_slots_servers_and_memory_of_its_own(recipe, judge, placement, total, where):
+def test_a_reward_model_has_gpus_servers_and_memory_of_its_own(recipe, judge, placement, total, where):
     more = f"--rm-type reward_model --rm-model {judge} --rm-num-gpus 2 --rm-num-gpus-per-engine 2"
     plan = plan_of(recipe, f"{more} --rollout-num-gpus 8", placement=placement)
     flat = re.sub(r"[ ]+", " ", render(plan))
-    assert f"reward model 2 {where}" in flat and f"{total} slots" in flat
+    assert f"reward model 2 {where}" in flat and f"{total} GPUs" in flat
     assert f"reward model: 1 server more, at {where}" in flat
     assert f"with: --model-path {judge} --tp-size 2 --is-embedding" in flat
-    assert plan.reward_weights == 3000 * 2 // 2  # two bytes each, over two slots
+    assert plan.reward_weights == 3000 * 2 // 2  # two bytes each, over two GPUs
     as_floats = plan_of(
         recipe, more + ' --rm-server-options {{"dtype":"float32"}} --rollout-num-gpus 8', placement=placement
     )
@@ -104,16 +104,16 @@ def test_a_reward_model_has_slots_servers_and_memory_of_its_own(recipe, judge, p
 
 def test_a_reward_model_that_does_not_fit_is_refused(recipe, judge):
     flags = f"--rm-type reward_model --rm-model {judge}"
-    small = plan_of(recipe, f"{flags} --slot-memory-gib 0.000004")
+    small = plan_of(recipe, f"{flags} --gpu-memory-gib 0.000004")
     assert any(sentence.startswith("the reward model's weights take ") for sentence in sentences(small))
     few = plan_of(recipe, flags, around=Surroundings(Machine((), None), nodes=[8]))
     (sentence,) = sentences(few)
-    assert "ask for 9 slots (8 for training, 8 for engines, the same ones, 1 for the reward model)" in sentence
+    assert "ask for 9 GPUs (8 for training, 8 for engines, the same ones, 1 for the reward model)" in sentence
     flags = f"{flags} --rm-num-gpus 2 --rm-num-gpus-per-engine 2"
     split = plan_of(recipe, flags, around=Surroundings(Machine((), None), nodes=[9, 9]))
     (sentence,) = sentences(split)
     assert sentence.startswith(
-        "server 0 of the reward model would get the slots 8 to 9: 1 of the 9 on node 0, 1 of the 1"
+        "server 0 of the reward model would get the GPUs 8 to 9: 1 of the 9 on node 0, 1 of the 1"
     )
 
 
@@ -126,7 +126,7 @@ def test_generation_without_end_shows_its_bound_and_how_much_is_under_way(recipe
     text = render(plan_of(recipe, more, placement=SPLIT, entry="train_async.py"))
     assert "generates without end" in text and "one rollout ahead" not in text
     assert "weights are more than 2 rollouts older" in text
-    # 3 rollouts of 32 prompts, 8 samples each; 6 slots are 3 servers of 2
+    # 3 rollouts of 32 prompts, 8 samples each; 6 GPUs are 3 servers of 2
     assert "at most 768 samples begun and not yet trained: 2 + 1 rollouts of 32 prompts x 8" in text
     assert "fewer than 480 requests run (3 x --sglang-server-concurrency 160)" in text
     assert "after every 2 rollouts and the last; no request runs then" in text
@@ -160,9 +160,9 @@ def test_a_recipe_that_fits_is_not_refused(recipe):
     assert sentences(plan_of(recipe, "--bf16 --sglang-mem-fraction-static 0.4", around=H100S)) == []
 
 
-def test_a_cluster_with_too_few_slots_is_refused(recipe):
+def test_a_cluster_with_too_few_gpus_is_refused(recipe):
     (sentence,) = sentences(plan_of(recipe, around=Surroundings(Machine((), None), nodes=[4])))
-    assert "ask for 8 slots (8 for training, 8 for engines, the same ones) and the Ray cluster has 4" in sentence
+    assert "ask for 8 GPUs (8 for training, 8 for engines, the same ones) and the Ray cluster has 4" in sentence
     alone = Surroundings(Machine(gpus=(80 * GIB,) * 4, host=None))
     assert "outside a Ray cluster this machine has 4" in sentences(plan_of(recipe, around=alone))[0]
 
@@ -171,7 +171,7 @@ def test_an_engine_across_nodes_is_refused(recipe):
     placement = "--actor-num-gpus-per-node 2 --rollout-num-gpus 8"
     (sentence,) = sentences(plan_of(recipe, "--rollout-num-gpus-per-engine 4", placement=placement))
     assert (
-        "engine 1 would get the slots 6 to 9: 2 of the 8 on node 0, 2 of the 2 on node 1 (by --num-gpus-per-node 8)"
+        "engine 1 would get the GPUs 6 to 9: 2 of the 8 on node 0, 2 of the 2 on node 1 (by --num-gpus-per-node 8)"
         in sentence
     )
 
@@ -186,17 +186,17 @@ def test_a_layer_shared_across_nodes_is_refused(recipe):
     around = Surroundings(Machine((), None), nodes=[3, 3])
     placement = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --rollout-num-gpus 2"
     (sentence,) = sentences(plan_of(recipe, placement=placement, more="--rollout-num-gpus-per-engine 1", around=around))
-    assert "training slots 2 to 3 share layers (--tensor-model-parallel-size 2) and lie on nodes 0 and 1" in sentence
+    assert "training GPUs 2 to 3 share layers (--tensor-model-parallel-size 2) and lie on nodes 0 and 1" in sentence
 
 
 def test_too_little_memory_for_training_is_refused_with_the_sum(recipe):
-    (sentence,) = sentences(plan_of(recipe, "--bf16 --slot-memory-gib 18"))
+    (sentence,) = sentences(plan_of(recipe, "--bf16 --gpu-memory-gib 18"))
     assert sentence.startswith("training needs ")
     assert "weights 3.75 GiB + gradients 7.49 GiB + optimizer 5.62 GiB" in sentence
     assert "raise --tensor-model-parallel-size to 4" in sentence
 
 
-ONE_SLOT = "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate"
+ONE_GPU = "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate"
 ALONE = "--bf16 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.5"
 
 
@@ -205,8 +205,8 @@ def advice(plan):
 
 
 def test_state_that_alone_is_too_large_is_not_met_with_advice_about_activations(recipe):
-    # weights 7.5 GiB + gradients 15.0 + optimizer 45.0 on one slot
-    said = advice(plan_of(recipe, f"{ALONE} --slot-memory-gib 40", placement=ONE_SLOT))
+    # weights 7.5 GiB + gradients 15.0 + optimizer 45.0 on one GPU
+    said = advice(plan_of(recipe, f"{ALONE} --gpu-memory-gib 40", placement=ONE_GPU))
     assert said.endswith(
         "; add --optimizer-cpu-offload and --use-precision-aware-optimizer or train on 4 GPUs (--actor-num-nodes 4)."
     )
@@ -215,16 +215,16 @@ def test_state_that_alone_is_too_large_is_not_met_with_advice_about_activations(
 
 
 def test_state_that_no_switch_brings_down_asks_for_gpus(recipe):
-    more = f"{ALONE} --slot-memory-gib 20"  # weights and gradients alone are 22.5 GiB
-    said = advice(plan_of(recipe, more, placement=ONE_SLOT))
+    more = f"{ALONE} --gpu-memory-gib 20"  # weights and gradients alone are 22.5 GiB
+    said = advice(plan_of(recipe, more, placement=ONE_GPU))
     assert "nothing that is served here brings it down so far: take a smaller model, or GPUs with more memory" in said
 
 
 @pytest.mark.parametrize("gibibytes", [12, 16, 18, 20, 30, 45, 60])
-@pytest.mark.parametrize("placement", [ONE_SLOT, COLOCATED], ids=["one slot", "eight slots"])
+@pytest.mark.parametrize("placement", [ONE_GPU, COLOCATED], ids=["one GPU", "eight GPUs"])
 def test_each_piece_of_advice_makes_the_plan_fit(recipe, gibibytes, placement):
-    base = ALONE if placement == ONE_SLOT else "--bf16"
-    plan = plan_of(recipe, f"{base} --slot-memory-gib {gibibytes}", placement=placement)
+    base = ALONE if placement == ONE_GPU else "--bf16"
+    plan = plan_of(recipe, f"{base} --gpu-memory-gib {gibibytes}", placement=placement)
     found = [problem.sentence for problem in refusals(plan) if problem.sentence.startswith("training needs")]
     if not found or "nothing that is served" in found[0]:
         return
@@ -234,13 +234,13 @@ def test_each_piece_of_advice_makes_the_plan_fit(recipe, gibibytes, placement):
         flags = " ".join(re.findall(r"--[a-z-]+(?: to \d+| [a-z0-9]+)?", mend)).replace(" to ", " ").replace(" and", "")
         if "--max-tokens-per-gpu" in flags:
             continue
-        mended = plan_of(recipe, f"{base} --slot-memory-gib {gibibytes} {flags}", placement=placement)
+        mended = plan_of(recipe, f"{base} --gpu-memory-gib {gibibytes} {flags}", placement=placement)
         assert not [one for one in refusals(mended) if one.sentence.startswith("training needs")], mend
 
 
 def test_a_cache_that_no_fraction_makes_large_enough_is_not_met_with_one(recipe):
-    more = f"{ALONE} --sglang-mem-fraction-static 0.9 --slot-memory-gib 9"  # of which the weights take 7.5 GiB
-    said = next(one for one in sentences(plan_of(recipe, more, placement=ONE_SLOT)) if "an engine's slot" in one)
+    more = f"{ALONE} --sglang-mem-fraction-static 0.9 --gpu-memory-gib 9"  # of which the weights take 7.5 GiB
+    said = next(one for one in sentences(plan_of(recipe, more, placement=ONE_GPU)) if "an engine's GPU" in one)
     assert "--sglang-mem-fraction-static" not in said
     assert "raise --rollout-num-gpus-per-engine to 2 and --rollout-num-gpus to 2" in said
 
@@ -256,9 +256,9 @@ def test_two_roles_that_do_not_fit_beside_each_other_are_refused(recipe):
 
 def test_the_plan_says_who_leaves_the_memory_and_where_to(recipe):
     text = render(plan_of(recipe, "--bf16", around=H100S))
-    assert "8 slots, both roles on the same ones, each side out of the way while the other works" in text
+    assert "8 GPUs, both roles on the same ones, each side out of the way while the other works" in text
     # 3.75 GiB of weights and 5.62 GiB of optimizer state, as in the sum above
-    assert "in host memory while engines generate, per slot: 9.37 GiB (weights, optimizer state)" in text
+    assert "in host memory while engines generate, per GPU: 9.37 GiB (weights, optimizer state)" in text
     resident = "--no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.3"
     text = render(plan_of(recipe, f"--bf16 {resident}", around=H100S))
     assert "both roles on the same ones, side by side" in text and "while engines generate" not in text
@@ -270,18 +270,18 @@ def test_a_cache_too_small_for_one_sample_is_refused(recipe):
     assert "the longest sample has 8,192" in sentence
 
 
-def test_without_gpus_all_slots_draw_on_the_machines_memory(recipe):
+def test_without_gpus_all_gpus_draw_on_the_machines_memory(recipe):
     around = Surroundings(Machine(gpus=(), host=15 * GIB), nodes=[8])
     (sentence,) = sentences(plan_of(recipe, around=around))
-    assert "this machine has no GPU and 15.00 GiB of memory; 8 training slots take" in sentence
-    assert sentences(plan_of(recipe, "--slot-memory-gib 141 --sglang-mem-fraction-static 0.5", around=around)) == []
+    assert "this machine has no GPU and 15.00 GiB of memory; 8 training GPUs take" in sentence
+    assert sentences(plan_of(recipe, "--gpu-memory-gib 141 --sglang-mem-fraction-static 0.5", around=around)) == []
 
 
 def test_a_plan_made_on_a_small_machine_may_be_for_another(recipe):
     plan = plan_of(recipe, around=Surroundings(Machine(gpus=(), host=15 * GIB)))
     assert sentences(plan) == []
     (warning,) = warnings(plan)
-    assert "this machine has no GPU and 15.00 GiB of memory" in warning and "--slot-memory-gib" in warning
+    assert "this machine has no GPU and 15.00 GiB of memory" in warning and "--gpu-memory-gib" in warning
 
 
 def test_weights_files_of_another_model_are_refused(recipe):
@@ -311,7 +311,7 @@ def run(recipe, program, *more, placement=COLOCATED):
 
 @pytest.mark.parametrize(("program", "placement"), [("train.py", COLOCATED), ("train_async.py", SPLIT)])
 def test_both_programs_print_the_plan_with_less_than_two_seconds_of_computing(recipe, program, placement):
-    done, seconds = run(recipe, program, "--slot-memory-gib 141 --sglang-mem-fraction-static 0.5", placement=placement)
+    done, seconds = run(recipe, program, "--gpu-memory-gib 141 --sglang-mem-fraction-static 0.5", placement=placement)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Plan of {program}: nothing is started.")
     assert seconds < 2
@@ -319,9 +319,9 @@ def test_both_programs_print_the_plan_with_less_than_two_seconds_of_computing(re
 
 
 def test_a_refused_plan_ends_with_exit_code_2_and_the_plan_is_still_shown(recipe):
-    done, _ = run(recipe, "train.py", "--slot-memory-gib 4")
+    done, _ = run(recipe, "train.py", "--gpu-memory-gib 4")
     assert done.returncode == 2
-    assert "Memory of one slot" in done.stdout
+    assert "Memory of one GPU" in done.stdout
     assert "2 problems with the command line; nothing was started." in done.stderr  # training, and the engine
 
 
@@ -338,7 +338,7 @@ def test_nothing_heavy_is_imported(recipe):
         "code = main('train.py', None, sys.argv[1:]);"
         "print(sorted({'torch', 'ray', 'megatron', 'sglang', 'transformers', 'numpy'} & set(sys.modules)), code)"
     )
-    line = [sys.executable, "-c", program, *recipe.line("--dry-run --slot-memory-gib 141")]
+    line = [sys.executable, "-c", program, *recipe.line("--dry-run --gpu-memory-gib 141")]
     line += ["--sglang-mem-fraction-static", "0.5"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)

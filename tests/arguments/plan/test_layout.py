@@ -1,4 +1,4 @@
-"""Slots, groups of ranks and pipeline stages, against lists written by hand."""
+"""GPUs, groups of ranks and pipeline stages, against lists written by hand."""
 
 import pytest
 
@@ -64,24 +64,24 @@ def test_split_roles_lie_one_behind_the_other():
     assert where.total == 16
     assert where.train == range(4)
     assert where.engines == (range(4, 8), range(8, 12), range(12, 16))
-    assert where.places[9] == Place(node=1, slot=1)
+    assert where.places[9] == Place(node=1, gpu=1)
     assert where.nodes_of(where.engines[0]) == [0]
 
 
-def test_colocated_roles_lie_on_the_same_slots():
+def test_colocated_roles_lie_on_the_same_gpus():
     where = placement(flags(QWEN3_4B, colocate=True, rollout_num_gpus_per_engine=2), None)
     assert (where.total, where.train) == (8, range(8))
     assert where.engines == (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
 
 
-def test_one_role_alone_takes_only_its_slots():
+def test_one_role_alone_takes_only_its_gpus():
     args = flags(QWEN3_4B, rollout_num_gpus=2, debug_rollout_only=True)
     assert (placement(args, None).total, placement(args, None).train) == (2, range(0))
     args = flags(QWEN3_4B, rollout_num_gpus=2, debug_train_only=True)
     assert (placement(args, None).total, placement(args, None).engines) == (8, ())
 
 
-def test_a_running_cluster_has_the_slots_it_has():
+def test_a_running_cluster_has_the_gpus_it_has():
     args = flags(QWEN3_4B, actor_num_gpus_per_node=4, rollout_num_gpus=2)
     assert [place.node for place in placement(args, [4, 2]).places] == [0, 0, 0, 0, 1, 1]
     assert [place.node for place in placement(args, [4, 1]).places] == [0, 0, 0, 0, 1, 2]  # the last one is missing
@@ -114,6 +114,6 @@ def test_embedding_and_loss_may_count_as_layers():
     assert stage_layers(args) == [(0,), (1, 2), (3, 4), (5,)]
 
 
-def test_virtual_stages_go_round_the_slots():
+def test_virtual_stages_go_round_the_gpus():
     args = flags(QWEN3_4B, num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
     assert stage_layers(args) == [(0, 1, 4, 5), (2, 3, 6, 7)]

@@ -1,4 +1,4 @@
-"""The estimate of a slot's memory against numbers worked out by hand."""
+"""The estimate of a GPU's memory against numbers worked out by hand."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from slimrl.models.activations import Setting, layer_bytes, layer_parts, output_
 from slimrl.models.model_spec import Shape, shape_of
 from tests.arguments.plan.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
 
-SLOT = 2_011_495_936  # parameters of Qwen3-4B on one of two tensor parallel slots: see test_parameters
+GPU = 2_011_495_936  # parameters of Qwen3-4B on one of two tensor parallel GPUs: see test_parameters
 TP2 = dict(
     tensor_model_parallel_size=2,
     sequence_parallel=True,
@@ -25,14 +25,14 @@ def only_stage(*parts, **changes):
 
 def test_bf16_has_two_byte_weights_four_byte_gradients_and_twelve_byte_optimizer_state():
     stage = only_stage(QWEN3_4B, TP2, bf16=True)
-    assert (stage.parameters, stage.weights) == (SLOT, 2 * SLOT)
-    assert (stage.gradients, stage.optimizer) == (4 * SLOT, 12 * SLOT)
+    assert (stage.parameters, stage.weights) == (GPU, 2 * GPU)
+    assert (stage.gradients, stage.optimizer) == (4 * GPU, 12 * GPU)
 
 
-def test_a_distributed_optimizer_is_divided_over_the_data_parallel_slots():
+def test_a_distributed_optimizer_is_divided_over_the_data_parallel_gpus():
     stage = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True)
-    assert (stage.weights, stage.gradients) == (2 * SLOT, 4 * SLOT)
-    assert stage.optimizer == 12 * SLOT // 4 == 6_034_487_808
+    assert (stage.weights, stage.gradients) == (2 * GPU, 4 * GPU)
+    assert stage.optimizer == 12 * GPU // 4 == 6_034_487_808
 
 
 @pytest.mark.parametrize(
@@ -41,39 +41,39 @@ def test_a_distributed_optimizer_is_divided_over_the_data_parallel_slots():
 def test_megatron_fsdp_divides_what_its_strategy_names_and_gathers_weights_for_a_push(strategy, weights, gradients):
     sharding = dict(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
     stage = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True, **sharding)
-    assert (stage.weights, stage.gradients) == (2 * SLOT // weights, 4 * SLOT // gradients)
-    assert stage.optimizer == 12 * SLOT // 4
+    assert (stage.weights, stage.gradients) == (2 * GPU // weights, 4 * GPU // gradients)
+    assert stage.optimizer == 12 * GPU // 4
     whole = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True)
     assert stage.weights + stage.weight_update == whole.weights + whole.weight_update
 
 
 def test_fp32_needs_no_second_copy_of_the_weights():
     stage = only_stage(QWEN3_4B, TP2)
-    assert (stage.weights, stage.gradients, stage.optimizer) == (4 * SLOT, 4 * SLOT, 8 * SLOT)
+    assert (stage.weights, stage.gradients, stage.optimizer) == (4 * GPU, 4 * GPU, 8 * GPU)
 
 
 def test_fp16_keeps_its_gradients_in_fp16_unless_told_otherwise():
-    assert only_stage(QWEN3_4B, TP2, fp16=True).gradients == 2 * SLOT
-    assert only_stage(QWEN3_4B, TP2, fp16=True, accumulate_allreduce_grads_in_fp32=True).gradients == 4 * SLOT
+    assert only_stage(QWEN3_4B, TP2, fp16=True).gradients == 2 * GPU
+    assert only_stage(QWEN3_4B, TP2, fp16=True, accumulate_allreduce_grads_in_fp32=True).gradients == 4 * GPU
 
 
 def test_an_offloaded_optimizer_lies_in_host_memory():
     flags = dict(optimizer_cpu_offload=True, use_precision_aware_optimizer=True, optimizer_offload_fraction=0.75)
     stage = only_stage(QWEN3_4B, TP2, bf16=True, **flags)
-    assert (stage.optimizer, stage.host) == (3 * SLOT, 9 * SLOT + 3 * SLOT)  # gradients are copied, too
+    assert (stage.optimizer, stage.host) == (3 * GPU, 9 * GPU + 3 * GPU)  # gradients are copied, too
 
 
 def test_a_reference_model_takes_two_copies_of_the_weights_in_host_memory():
-    assert only_stage(QWEN3_4B, TP2, bf16=True, use_kl_loss=True).host == 2 * 2 * SLOT
+    assert only_stage(QWEN3_4B, TP2, bf16=True, use_kl_loss=True).host == 2 * 2 * GPU
 
 
 def test_sgd_keeps_one_moment_and_fewer_bits_may_be_asked_for():
-    assert only_stage(QWEN3_4B, TP2, bf16=True, optimizer="sgd").optimizer == 8 * SLOT
+    assert only_stage(QWEN3_4B, TP2, bf16=True, optimizer="sgd").optimizer == 8 * GPU
     narrow = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    assert only_stage(QWEN3_4B, TP2, bf16=True, **narrow).optimizer == 6 * SLOT  # 16 missing bits, two bf16 moments
+    assert only_stage(QWEN3_4B, TP2, bf16=True, **narrow).optimizer == 6 * GPU  # 16 missing bits, two bf16 moments
 
 
-def test_experts_are_divided_over_their_own_data_parallel_slots():
+def test_experts_are_divided_over_their_own_data_parallel_gpus():
     parallel = dict(expert_model_parallel_size=8, use_distributed_optimizer=True, actor_num_nodes=2)
     stage = only_stage(QWEN3_30B_A3B, bf16=True, **parallel)
     expert = 48 * 16 * 3 * 2048 * 768
@@ -218,7 +218,7 @@ def test_keys_and_values_take_what_each_layer_keeps_of_a_token():
     assert cache_elements_per_token(shape_of(flags(DEEPSEEK_V3)), 8) == 61 * 576
 
 
-def test_the_cache_takes_what_the_engines_part_of_a_slot_leaves():
+def test_the_cache_takes_what_the_engines_part_of_a_gpu_leaves():
     shape = shape_of(flags(QWEN3_4B))
     memory = engine_memory(shape, EngineSettings(fraction=0.5), 1, 80 * 2**30)
     assert memory.weights == 2 * 4_022_468_096

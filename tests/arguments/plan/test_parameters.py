@@ -65,8 +65,8 @@ def test_a_model_script_has_as_many_parameters_as_an_independent_count(name):
 def test_tensor_parallelism_divides_matrices_and_the_padded_vocabulary_but_no_norm():
     shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
     layer = ((32 + 2 * 8) * 128 * 2560 + 32 * 128 * 2560 + 3 * 9728 * 2560) // 2 + 2 * 2560 + 2 * 128
-    slot = stage_weights(shape, Split(tp=2), range(36), first=True, last=True)
-    assert slot.total == 36 * layer + 152064 // 2 * 2560 + 2560 == 2_011_495_936
+    gpu = stage_weights(shape, Split(tp=2), range(36), first=True, last=True)
+    assert gpu.total == 36 * layer + 152064 // 2 * 2560 + 2560 == 2_011_495_936
 
 
 def test_expert_parallelism_divides_the_experts_alone():
@@ -92,7 +92,7 @@ def test_pipeline_stages_hold_every_weight_once_and_a_tied_embedding_twice():
         assert sum(counts) == whole + (151936 * 2560 if tied else 0)
 
 
-def test_latent_projections_are_whole_on_every_tensor_parallel_slot():
+def test_latent_projections_are_whole_on_every_tensor_parallel_gpu():
     shape = shape_of(flags(DEEPSEEK_V3))
     one, two = (sum(stage_weights(shape, Split(tp=tp), range(1), first=False, last=False).dense) for tp in (1, 2))
     whole = 7168 * 1536 + 1536 + 7168 * 576 + 512 + 2 * 7168
