@@ -1,4 +1,4 @@
-"""Synchronous training: generate, train, push the weights, and again.
+"""Synchronous training: generate, train, update weights, repeat.
 
     python3 train.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ...
 

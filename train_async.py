@@ -2,7 +2,7 @@
 
     python3 train_async.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ...
 
-Training and generation need GPUs of their own (no `--colocate`). Weights are pushed every
+Training and generation need GPUs of their own (no `--colocate`). Weights are updated every
 `--update-weights-interval` rollouts, between two generations unless `--update-weights-in-flight` is given.
 
 One step ahead, the next rollout is generated while this one trains: with an interval of 1 a sample is at

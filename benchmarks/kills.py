@@ -75,7 +75,8 @@ class Job:
             save=self.saved,
             load=self.saved,
             save_interval=1,
-            update_weight_buffer_size=16 * 2**10,  # many buckets: a push of the tiny model would be over at once
+            update_weight_buffer_size=16
+            * 2**10,  # many buckets: a weight update of the tiny model would be over at once
             # one request at a time: on a CPU the last digits of a log-probability depend on who shares its batch
             sglang_max_running_requests=1,
             rollout_batch_size=4,

@@ -48,11 +48,11 @@ from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.router import RouterProcess
 from slimrl.processes.ports import claim_ports
 from slimrl.rollout import async_utils
-from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.rollout.convert_samples import compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.metrics import rollout_metrics
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.sampling import SamplingConfig
 from slimrl.tiny.tokenizer import build_tokenizer
 
 JSON = {"Content-Type": "application/json"}
@@ -66,7 +66,7 @@ PROCESSES = ("driver", "graders", "router", "servers")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class EngineGroup:
     """A running router and the instant servers behind it."""
 
     router: RouterProcess
@@ -145,7 +145,7 @@ class Driver:
         args = self._args
         output = await self._generator.generate_rollout(self._rollout_id, self._source)
         samples = [sample for group in output.groups for sample in group]
-        rewards = rewards_of(args, samples)
+        rewards = compute_rewards(args, samples)
         metrics = rollout_metrics(samples, rewards.raw.tolist())
         shares = schedule_batch(
             training_batch(args, samples, rewards),
@@ -204,7 +204,7 @@ async def steady(client: TimedClient, params: dict[str, Any], count: int) -> Non
 
 
 @contextlib.contextmanager
-def running_fleet(folder: Path, servers: int, response_tokens: int) -> Iterator[Fleet]:
+def running_fleet(folder: Path, servers: int, response_tokens: int) -> Iterator[EngineGroup]:
     """Starts the servers and the router, and ends them."""
     claim = claim_ports(servers)
     ports = range(claim.first, claim.first + servers)
@@ -220,7 +220,7 @@ def running_fleet(folder: Path, servers: int, response_tokens: int) -> Iterator[
         for url in urls:
             router.add_worker(url)
         router.wait_ready(servers, START_TIMEOUT_S)
-        yield Fleet(router, urls, [process.pid for process in processes])
+        yield EngineGroup(router, urls, [process.pid for process in processes])
     finally:
         router.stop()
         for process in processes:
@@ -248,7 +248,7 @@ def arguments(folder: Path, options: argparse.Namespace) -> Arguments:
     )
 
 
-async def measured(fleet: Fleet, work: Callable[[], Awaitable[Any]], count: int) -> Figures:
+async def measured(fleet: EngineGroup, work: Callable[[], Awaitable[Any]], count: int) -> Figures:
     """One round of `count` samples."""
     loop_before, busy_before, before = time.thread_time(), busy_seconds(), fleet.cpu_seconds()
     started = time.perf_counter()
@@ -266,11 +266,11 @@ def busy_seconds() -> float:
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
-async def run(options: argparse.Namespace, folder: Path, fleet: Fleet) -> None:
+async def run(options: argparse.Namespace, folder: Path, fleet: EngineGroup) -> None:
     """Takes the rounds and prints the table."""
     args = arguments(folder, options)
     count, concurrency = options.prompts * options.samples, options.concurrency * options.servers
-    params = SamplingPlan.for_training(args).params(Sample(prompt="", tokens=[1] * 64), 1)
+    params = SamplingConfig.for_training(args).params(Sample(prompt="", tokens=[1] * 64), 1)
     request = {"input_ids": list(range(64)), "sampling_params": params, "return_logprob": True}
     body, url, few = orjson.dumps(request), f"{fleet.router.url}/generate", max(1, count // 8)
     rounds: dict[str, list[Figures]] = {}

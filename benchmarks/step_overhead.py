@@ -120,7 +120,7 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     from slimrl.cluster.ray_session import ray_session
     from slimrl.cluster.supervisor import Supervisor
     from slimrl.cluster.training.train_group import TrainGroup
-    from slimrl.cluster.watchdog import Patience
+    from slimrl.cluster.watchdog import WatchdogConfig
     from slimrl.megatron.training.trainer import MegatronTrainer
 
     args, share = arguments(folder, timeline), batch()
@@ -130,7 +130,7 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
     times: dict[str, list[float]] = {name: [] for name in ("directly", "pickle and object store", "through Ray")}
     with ray_session(plan.total):
         gpus = GpuBundles(plan)
-        group = TrainGroup(args, gpus, Supervisor(Patience(120.0, None)), Launch.of_run(args))
+        group = TrainGroup(args, gpus, Supervisor(WatchdogConfig(120.0, None)), Launch.of_run(args))
         group.initialize()
         for step in range(rounds):
             times["directly"].append(milliseconds(lambda step=step: direct.train(step, share)))

@@ -4,7 +4,7 @@
 
 Records into a temporary folder what one process does in one step, into a file and with a recorder that is off,
 in turn, and prints the difference of the medians:
-- a train rank: a call, its passes over 16 micro-batches each, an optimizer step, a push with its parts,
+- a train rank: a call, its passes over 16 micro-batches each, an optimizer step, a weight update with its parts,
 - the driver: a step with six phases and the memory of 64 processes,
 - the rollout manager: a rollout of 2048 samples, each with its request and its reward, per sample.
 Limits: 0.5 ms for a step of any process; 20 us for a sample, 1 % of the 2 ms that a thread has for one at 500 a second.
@@ -33,7 +33,7 @@ MICRO_BATCHES, SAMPLES, PROCESSES = 16, 2048, 64
 
 
 def rank_step(timeline: Timeline) -> None:
-    """One rollout's training and push."""
+    """One rollout's training and weight update."""
     with timeline.span("train", about=1):
         for part in ("ref_log_probs", "log_probs", "forward and backward"):
             with timeline.span(part):

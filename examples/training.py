@@ -53,9 +53,9 @@ def leave_out_sure_tokens(args: Arguments, rollout_id: int, rollout_data: dict[s
 
 
 def keep_a_copy(args: Arguments, version_dir: Path, rollout_engines: list[Any]) -> None:
-    """The first rank copies every pushed version to `mirror`, a folder that is kept.
+    """The first rank copies every updated version to `mirror`, a folder that is kept.
 
-    A resumed run pushes a version again: the new copy takes the place of the old one.
+    A resumed run updates to a version again: the new copy takes the place of the old one.
     """
     if dist.get_rank() == 0:
         copy = Path(args.custom["mirror"]) / version_dir.name

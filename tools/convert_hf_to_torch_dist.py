@@ -34,7 +34,7 @@ from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist
 from slimrl.weights.hf_checkpoint import HfCheckpoint, local_hf_folder, read_hf_config
 
 if TYPE_CHECKING:
-    from slimrl.models.families import Family
+    from slimrl.models.families import ModelMapping
 
 NAME = Path(__file__).name
 FORCE = ("-f", "--force")
@@ -114,7 +114,7 @@ def read_flags(argv: list[str]) -> tuple[Arguments, bool]:
     return args, force
 
 
-def keep_dtype(args: Arguments, family: Family) -> None:
+def keep_dtype(args: Arguments, family: ModelMapping) -> None:
     """Without --bf16 and --fp16, stores the weights as the Hugging Face checkpoint does."""
     with HfCheckpoint(Path(args.hf_checkpoint)) as checkpoint:
         stored = checkpoint.dtype(family.embedding.hf[0].name)

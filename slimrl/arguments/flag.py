@@ -129,7 +129,7 @@ def flag(
     nargs: str | None = None,
     spellings: Sequence[str] = (),
     off: Sequence[str] = (),
-    only_off: bool = False,
+    negated: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -141,7 +141,7 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
 
-    `spellings` are further names of the same flag, `off` are names that set a switch to False; with `only_off` the
+    `spellings` are further names of the same flag, `off` are names that set a switch to False; with `negated` the
     switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more,
     `nargs="*"` any number. The next five bound a number. `parse` reads one word where the type alone does not say
     how; it raises ValueError worded as in `FlagSpec.convert`. `not_served` marks a flag that users of other systems
@@ -155,7 +155,7 @@ def flag(
             "least": 0 if nargs == "*" else 1,
             "spellings": tuple(spellings),
             "off": tuple(off),
-            "only_off": only_off,
+            "negated": negated,
             "bounds": Bounds(at_least, above, at_most, below, other_than),
             "parse": parse,
             "not_served": not_served,
@@ -180,7 +180,7 @@ def flag_specs(group: type) -> list[FlagSpec]:
 def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> FlagSpec:
     declared = field.metadata[_METADATA_KEY]
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    own_name = () if declared["only_off"] else ("--" + field.name.replace("_", "-"),)
+    own_name = () if declared["negated"] else ("--" + field.name.replace("_", "-"),)
     return FlagSpec(
         dest=field.name,
         group=group,

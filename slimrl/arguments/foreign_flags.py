@@ -20,7 +20,7 @@ _PACKED = "samples are always packed without padding; leave it out"
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherWord:
+class ForeignFlag:
     """A word of `owner`; `flag` is ours for it, None where there is nothing to set, and `clause` says more."""
 
     owner: str
@@ -230,23 +230,23 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "max-length": (SWIFT, "--rollout-max-context-len", ""),
 }
 
-OTHER_WORDS = {word: OtherWord(*row) for word, row in _ROWS.items()}
+OTHER_WORDS = {word: ForeignFlag(*row) for word, row in _ROWS.items()}
 
 # what every other word with such a beginning is about
 _BEGINNINGS = {
-    "lora-": OtherWord(TRL, None, _LORA),
-    "vllm-": OtherWord(OPENRLHF, None, "the engines are SGLang's, whose flags begin with --sglang-; leave it out"),
-    "critic-": OtherWord("a critic's", None, _CRITIC),
-    "critic.": OtherWord(VERL, None, _CRITIC),
+    "lora-": ForeignFlag(TRL, None, _LORA),
+    "vllm-": ForeignFlag(OPENRLHF, None, "the engines are SGLang's, whose flags begin with --sglang-; leave it out"),
+    "critic-": ForeignFlag("a critic's", None, _CRITIC),
+    "critic.": ForeignFlag(VERL, None, _CRITIC),
     **dict.fromkeys(
         ("actor-rollout-ref.", "algorithm.", "trainer.", "reward-model."),
-        OtherWord(VERL, None, "flags are written --flag value, and docs/flags.md has them all"),
+        ForeignFlag(VERL, None, "flags are written --flag value, and docs/flags.md has them all"),
     ),
 }
 _SETTING = re.compile(r"\+{0,2}(?P<name>[a-z_]+(\.[a-z0-9_]+)+)=(?P<value>.*)", re.DOTALL)
 
 
-def other_word(name: str) -> OtherWord | None:
+def other_word(name: str) -> ForeignFlag | None:
     """The row of a word as typed, `--name` or `a.dotted.name`; None where it is not known."""
     plain = _plain(name)
     if plain in OTHER_WORDS:

@@ -1,7 +1,7 @@
 """Keeps secrets of the command line out of the process list, logs, messages, `summary.json` and W&B's config.
 
 The one list of secret flags for everything that shows flags. Nothing returned here holds the value of a secret flag, or
-a user name or password within a URL. The entry point calls `show_as` once, before it starts any process.
+a user name or password within a URL. The entry point calls `set_process_title` once, before it starts any process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shown(value: Any) -> Any:
     return value
 
 
-def show_as(words: Sequence[str]) -> None:
+def set_process_title(words: Sequence[str]) -> None:
     """Puts `words` in place of `sys.argv`, and of the command in the process list.
 
     The process list is left alone where they are the same: a title that is set once is cut to the room of the first.

@@ -1,6 +1,6 @@
 """Whose the GPUs' memory is: training's or the engines', each in its turn.
 
-Owns the order in which memory changes hands around training and around a push of weights, and times every change. With
+Owns the order in which memory changes hands around training and around a weight update, and times every change. With
 neither side offloaded it does nothing. Promises that the two sides together never hold more than one of them and the
 weights of the other. Used by `Run`.
 """
@@ -31,7 +31,7 @@ class Engines(Protocol):
     def resume(self, tags: Sequence[str]) -> None: ...
 
 
-class Turns:
+class ColocatedMemory:
     """The engines start released, training starts awake: it is its turn to load weights."""
 
     def __init__(
@@ -40,17 +40,18 @@ class Turns:
         engines: Engines | None,
         timed: Callable[[str], AbstractContextManager[None]],
         *,
-        tokens_with_push: bool = False,
+        tokens_during_weight_update: bool = False,
     ) -> None:
         """None stands for a side that is not offloaded, or not there; `timed(phase)` measures a block.
 
-        `tokens_with_push`: a push ends with a token from some engine, which needs its KV cache for that.
+        `tokens_during_weight_update`: a weight update ends with a token from some engine, which needs its KV cache for
+        that.
         """
         self._training = training
         self._engines = engines
         self._timed = timed
-        self._with_push = (WEIGHTS, KV_CACHE, CUDA_GRAPHS) if tokens_with_push else (WEIGHTS,)
-        self._after_push = () if tokens_with_push else (KV_CACHE, CUDA_GRAPHS)
+        self._with_weight_update = (WEIGHTS, KV_CACHE, CUDA_GRAPHS) if tokens_during_weight_update else (WEIGHTS,)
+        self._after_weight_update = () if tokens_during_weight_update else (KV_CACHE, CUDA_GRAPHS)
         self._engines_are_released = True
         self._training_sleeps = False
 
@@ -59,7 +60,7 @@ class Turns:
         """Whether the trained weights are off their GPUs."""
         return self._training_sleeps
 
-    def begin_training(self) -> None:
+    def onload_trainer(self) -> None:
         """From generating to training: the engines' memory first, then training wakes up in it."""
         if self._engines is not None and not self._engines_are_released:
             with self._timed("release_engines"):
@@ -71,17 +72,17 @@ class Turns:
             self._training_sleeps = False
 
     @contextlib.contextmanager
-    def push(self) -> Iterator[None]:
+    def weight_update(self) -> Iterator[None]:
         """From training to generating: within the block both sides have their weights, and little else."""
-        self._park(keep_weights=True)
-        self._resume(self._with_push)
+        self._offload_trainer(keep_weights=True)
+        self._resume(self._with_weight_update)
         yield
-        self._park(keep_weights=False)
-        if self._after_push:
-            self._resume(self._after_push)
+        self._offload_trainer(keep_weights=False)
+        if self._after_weight_update:
+            self._resume(self._after_weight_update)
         self._engines_are_released = False
 
-    def _park(self, *, keep_weights: bool) -> None:
+    def _offload_trainer(self, *, keep_weights: bool) -> None:
         if self._training is not None:
             with self._timed("park_training"):
                 self._training.sleep(keep_weights=keep_weights)

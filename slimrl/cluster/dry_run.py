@@ -7,7 +7,7 @@ import socket
 import sys
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.dry_run import EXIT_REFUSED, Surroundings, print_plan, this_machine
+from slimrl.arguments.dry_run import EXIT_REFUSED, PlanContext, print_plan, this_machine
 from slimrl.engines.sglang.server_args import with_defaults
 
 ANSWER_TIMEOUT_S = 3.0
@@ -29,7 +29,7 @@ def dry_run(args: Arguments, entry: str) -> int:
     except ClusterAbsentError as error:
         print(f"{entry}: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    return print_plan(args, entry, Surroundings(machine, nodes, words))
+    return print_plan(args, entry, PlanContext(machine, nodes, words))
 
 
 def gpus_of_nodes(address: str | None) -> list[int] | None:

@@ -2,8 +2,8 @@
 
 The driver's half of `recovery`: whenever the driver waits, it hears what happened to the servers and says so in the
 log. While the trainers have nothing else to do, and hold the weights that the other servers work with, a new server is
-given them at once; else it joins with the next push. Where no server is left that works, the trainers are woken up for
-it. A push in which a server is lost is made again without that one. Used by `Run`.
+given them at once; else it joins with the next weight update. Where no server is left that works, the trainers are
+woken up for it. A weight update in which a server is lost is made again without that one. Used by `Run`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from slimrl.cluster.engines.engine_recovery import News, Standing
+from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_group import RankFailedError, TrainGroup
-from slimrl.cluster.watchdog import Awaited
+from slimrl.cluster.watchdog import WaitTarget
 from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
 
 
-class Joining:
-    """Implements `supervise.Attendant`. `trainers` is None where nobody trains."""
+class EngineResync:
+    """Implements `supervise.EventHandler`. `trainers` is None where nobody trains."""
 
     def __init__(
         self,
         ask: Callable[..., ObjectRef],
-        where: Callable[[str], Awaited],
+        where: Callable[[str], WaitTarget],
         supervisor: Supervisor,
         trainers: TrainGroup | None,
         connected: list[EngineEndpoint],
     ) -> None:
-        """`ask(method, *arguments)` calls a method of the rollout manager's `Recovery`; `where` describes the wait.
+        """`ask(method, *arguments)` calls a method of the rollout manager's `EngineRecovery`; `where` describes the
+        wait.
 
-        `connected` are the servers to which the trainers can push already.
+        `connected` are the servers to which the trainers can update already.
         """
         self._ask, self._where = ask, where
         self._supervisor = supervisor
@@ -46,7 +47,7 @@ class Joining:
         self._connected = connected
         self._serial = 0
         self._news: ObjectRef | None = None
-        self._idle: Callable[[Standing], None] | None = None
+        self._idle: Callable[[EngineGroupStatus], None] | None = None
 
     def news(self) -> ObjectRef:
         """Ready when something has happened."""
@@ -56,23 +57,23 @@ class Joining:
 
     def act(self) -> None:
         """Says what has happened, and gives weights to the servers that wait for them, if this is the moment."""
-        news: News = ray.get(self._news)
+        news: RecoveryEvents = ray.get(self._news)
         self._news, self._serial = None, news.serial
         for line in news.lines:
             logger.warning("%s", line)
         self._serve_the_waiting()
 
     @contextlib.contextmanager
-    def while_idle(self, version: int | None, rescue: Callable[[], None]) -> Iterator[None]:
+    def trainer_idle(self, version: int | None, rescue: Callable[[], None]) -> Iterator[None]:
         """The trainers have nothing to do in this block.
 
         `version` is that of the weights which they hold, None where they sleep or hold others than the servers.
-        `rescue()` pushes to all servers then, and is called when none works any more.
+        `rescue()` updates all servers then, and is called when none works any more.
         """
 
-        def serve(standing: Standing) -> None:
+        def serve(standing: EngineGroupStatus) -> None:
             if version is not None:
-                self._push(version, self._update, only_waiting=True)
+                self._update_weights(version, self._update, only_waiting=True)
             elif standing.serving == 0:
                 rescue()
 
@@ -83,10 +84,10 @@ class Joining:
         finally:
             self._idle = None
 
-    def push(self, version: int, update: Callable[[int], Any]) -> None:
+    def sync_weights(self, version: int, update: Callable[[int], Any]) -> None:
         """Brings weights to every server that is there, by `update(version)`; none has to be there yet."""
         with self._busy():
-            self._push(version, update, only_waiting=False)
+            self._update_weights(version, update, only_waiting=False)
 
     def _serve_the_waiting(self) -> None:
         if self._idle is None or self._trainers is None:
@@ -95,13 +96,15 @@ class Joining:
             heard = -1
             while heard != self._serial:  # what was heard of meanwhile was not acted upon
                 heard = self._serial
-                standing: Standing = self._get("standing", what="the standing of the servers")
+                standing: EngineGroupStatus = self._get("standing", what="the standing of the servers")
                 if standing.waiting:
                     serve(standing)
 
     @contextlib.contextmanager
-    def _busy(self) -> Iterator[Callable[[Standing], None] | None]:
-        """News that come in this block are only said: a push within a push would meet servers that serve already."""
+    def _busy(self) -> Iterator[Callable[[EngineGroupStatus], None] | None]:
+        """News that come in this block are only said: an update within an update would meet servers that serve
+        already.
+        """
         idle, self._idle = self._idle, None
         try:
             yield idle
@@ -111,8 +114,8 @@ class Joining:
     def _update(self, version: int) -> None:
         self._trainers.update_weights(version)
 
-    def _push(self, version: int, update: Callable[[int], Any], *, only_waiting: bool) -> None:
-        while endpoints := self._get("begin_push", only_waiting, what=f"a server for weights {version}"):
+    def _update_weights(self, version: int, update: Callable[[int], Any], *, only_waiting: bool) -> None:
+        while endpoints := self._get("begin_weight_update", only_waiting, what=f"a server for weights {version}"):
             urls = [endpoint.url for endpoint in endpoints]
             try:
                 if endpoints != self._connected:
@@ -122,15 +125,15 @@ class Joining:
                 update(version)
             except RankFailedError as error:
                 self._connected = []  # what was joined has to be joined anew, even by the same servers
-                lost = self._get("push_failed", urls, what="the servers of a push that failed")
+                lost = self._get("weight_update_failed", urls, what="the servers of a weight update that failed")
                 if not lost:
                     raise
                 reason = str(error).split("\n", 1)[0]
                 logger.warning(
-                    "the push of weights %s lost %s and begins again without: %s", version, ", ".join(lost), reason
+                    "the weight update %s lost %s and begins again without: %s", version, ", ".join(lost), reason
                 )
                 continue
-            self._get("end_push", urls, str(version), what=f"the servers going on with weights {version}")
+            self._get("end_weight_update", urls, str(version), what=f"the servers going on with weights {version}")
             return
 
     def _get(self, method: str, *arguments: Any, what: str) -> Any:

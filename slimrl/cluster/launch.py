@@ -68,7 +68,7 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankPlace:
+class RankLocation:
     """Where a training rank runs: its GPU's number (or UUID) on its node, and how many GPUs the node has."""
 
     gpu: int | str
@@ -108,7 +108,7 @@ def check_driver_sees_gpus(machine: Machine, resources: Mapping[str, float], env
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Either a file, or host and port."""
 
     path: str | None = None
@@ -118,20 +118,20 @@ class Meeting:
 
 def open_meeting(
     host: str | None, world_size: int, timeout: datetime.timedelta
-) -> tuple[Meeting, FileStore | TCPStore]:
+) -> tuple[Rendezvous, FileStore | TCPStore]:
     """For rank 0: `host` is the address that the others reach it at, None where all are on this machine."""
     if host is None:
         # goes with the temporary folder of this process
-        meeting = Meeting(path=f"{tempfile.mkdtemp(prefix='meeting-')}/store")
+        meeting = Rendezvous(path=f"{tempfile.mkdtemp(prefix='meeting-')}/store")
         return meeting, join_meeting(meeting, world_size, timeout)
     # Bound here and kept, because a port that was only looked for may be somebody else's a moment later.
     from slimrl.weights.update.transport_distributed import listening_store
 
     store = listening_store(host, timeout)
-    return Meeting(host=host, port=store.port), store
+    return Rendezvous(host=host, port=store.port), store
 
 
-def join_meeting(meeting: Meeting, world_size: int, timeout: datetime.timedelta) -> FileStore | TCPStore:
+def join_meeting(meeting: Rendezvous, world_size: int, timeout: datetime.timedelta) -> FileStore | TCPStore:
     """For the other ranks."""
     from torch.distributed import FileStore, TCPStore
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
-from slimrl.arguments.redact import show_as, without_secrets
+from slimrl.arguments.redact import set_process_title, without_secrets
 from slimrl.processes.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def passthrough_flags() -> dict[str, Callable]:
 def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
     """Runs `loop` on a freshly opened run; returns the process's exit code."""
     args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
-    show_as(without_secrets(sys.argv))
+    set_process_title(without_secrets(sys.argv))
 
     prepare_ray_environment()
     if args.dry_run:
@@ -89,7 +89,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.run import open_run
     from slimrl.cluster.supervisor import ProcessDiedError
     from slimrl.cluster.training.train_group import RankFailedError
-    from slimrl.cluster.watchdog import WaitedTooLongError
+    from slimrl.cluster.watchdog import WatchdogTimeoutError
     from slimrl.data.watched_file import ChangedDataError
     from slimrl.engines.protocol import EngineError
     from slimrl.hooks import HookFailedError
@@ -100,7 +100,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.processes import ProcessStartError
     from slimrl.processes.folders import FolderInUseError
     from slimrl.rollout.generation.sample_generator import SampleError
-    from slimrl.rollout.rm_hub.scorer import NoVerdictsError
+    from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
     from slimrl.weights.update.engine_control import WeightSyncError
 
     open_to_others = make_private(Path(args.run_dir))
@@ -120,9 +120,9 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
         RankFailedError,
         EngineError,
         WeightSyncError,
-        WaitedTooLongError,
+        WatchdogTimeoutError,
         SampleError,
-        NoVerdictsError,
+        TooManyGraderFailuresError,
         HookFailedError,
         RunCheckError,
         ChangedDataError,

@@ -42,8 +42,8 @@ def ray_session(gpus_needed: int, log_level: str = "warning", machine: Machine |
     """Connects to the running cluster (as inside `ray job submit`), else starts a local one; leaves it at the end.
 
     A local cluster on a machine without GPUs is given `gpus_needed` logical GPUs. `machine` is the driver's.
-    Raises InsufficientGpusError when the cluster can never place the job, DriverWithoutGpuError where it has GPUs that the
-    driver does not see.
+    Raises InsufficientGpusError when the cluster can never place the job, DriverWithoutGpuError where it has GPUs that
+    the driver does not see.
     """
     machine = machine if machine is not None else this_machine()
     if removed := stale_resources.sweep():

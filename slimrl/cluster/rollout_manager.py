@@ -15,13 +15,13 @@ import ray
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
-from slimrl.cluster.engines.engine_group import Fleet
-from slimrl.cluster.engines.engine_recovery import KEEP_TRYING_S, Recovery
-from slimrl.cluster.engines.health_monitor import HealthFlags, states_of
+from slimrl.cluster.engines.engine_group import EngineGroup
+from slimrl.cluster.engines.engine_recovery import KEEP_TRYING_S, EngineRecovery
+from slimrl.cluster.engines.health_monitor import HealthConfig, states_of
 from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
-from slimrl.cluster.watchdog import GenerationWhere
+from slimrl.cluster.watchdog import RolloutStatus
 from slimrl.data.sample import Sample
 from slimrl.data.train_batch import schedule_batch
 from slimrl.engines.auth import key_of
@@ -37,9 +37,9 @@ from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
 from slimrl.rollout.asynchronous import inflight_state
 from slimrl.rollout.asynchronous.staleness import staleness_metrics
-from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.rollout.convert_samples import compute_rewards, training_batch
 from slimrl.rollout.dataset.custom_data_source import open_data_source, recorded_groups
-from slimrl.rollout.generation.sample_tracker import LoopWatch, SampleTrace
+from slimrl.rollout.generation.sample_tracker import LoopMonitor, SampleTrace
 from slimrl.rollout.rm_hub.scorer import require_verdicts
 from slimrl.rollout.rollout_function import RolloutOutput, reported_metrics, reported_scalars, rollout_without_engines
 from slimrl.rollout.rollout_generator import RolloutGenerator
@@ -105,14 +105,14 @@ class RolloutManager:
         self._timeline = Timeline.open(args, "rollout manager")
         self._dumps = OptionalFiles(f"the rollout dump {args.save_debug_rollout_data}")
         self._data_parallel_size = data_parallel_size
-        self._fleet: Fleet | None = None
+        self._fleet: EngineGroup | None = None
         self._reward_servers = RewardServers([])
-        self._recovery: Recovery | None = None
+        self._recovery: EngineRecovery | None = None
         self._client: RouterClient | None = None
         self._generator: RolloutGenerator | None = None
         self._memory = EngineMemory([])
-        self._loop: LoopWatch | None = None
-        self._doing = ""
+        self._loop: LoopMonitor | None = None
+        self._phase = ""
         self._log_path = log_path
         self._opening = asyncio.Lock()
         self._tokenizer: Any = None
@@ -121,12 +121,12 @@ class RolloutManager:
     async def start(self, gpus: GpuBundles | None, launch: Launch) -> list[Any]:
         """Starts the fleet (none where `gpus` is None: replay of recorded rollouts); returns the endpoints."""
         async_utils.expect_many_samples()
-        self._loop = LoopWatch()
+        self._loop = LoopMonitor()
         contain_tasks(asyncio.get_running_loop())
         if gpus is None:
             await self._open_data()
             return []
-        self._doing = "starting the servers (sglang*.log and router.log beside this log)"
+        self._phase = "starting the servers (sglang*.log and router.log beside this log)"
         fleet = self._start_fleet(gpus, launch)
         judges = RewardServers.start(self._args, gpus, launch)
         with self._timeline.span("start of the servers"):
@@ -140,26 +140,28 @@ class RolloutManager:
             concurrency=self._args.sglang_server_concurrency * len(self._fleet.endpoints),
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
             keep_trying_s=KEEP_TRYING_S if self._args.use_fault_tolerance else KEEP_TRYING_WITHOUT_RECOVERY_S,
-            weights_are_pushed=not self._args.debug_rollout_only,
+            weights_are_updated=not self._args.debug_rollout_only,
             key=key,
             vocabulary=self._args.vocab_size,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([ServerControl(endpoint.url, key=key) for endpoint in self._fleet.endpoints])
         if self._args.use_fault_tolerance:
-            flags, trained = HealthFlags.from_args(self._args), not self._args.debug_rollout_only
-            self._recovery = Recovery(flags, self._fleet, self._client, self._memory, weights_come=trained, key=key)
+            flags, trained = HealthConfig.from_args(self._args), not self._args.debug_rollout_only
+            self._recovery = EngineRecovery(
+                flags, self._fleet, self._client, self._memory, weights_come=trained, key=key
+            )
         self._generator = RolloutGenerator(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
         if self._args.max_weight_staleness is not None and not self._args.only_evaluates:
             requests = self._args.sglang_server_concurrency * len(self._fleet.endpoints)
             self._generator.generate_on(self._data_source, requests)
-        self._doing = ""
+        self._phase = ""
         return self._fleet.endpoints
 
     async def _start_fleet(self, gpus: GpuBundles, launch: Launch) -> None:
-        self._fleet = await Fleet.start(self._args, gpus, launch)
+        self._fleet = await EngineGroup.start(self._args, gpus, launch)
 
     async def _open_data(self) -> None:
         """Loads the tokenizer and opens the data source, once."""
@@ -179,7 +181,7 @@ class RolloutManager:
         return await loop.ended()
 
     async def recover(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of `Recovery` (`--use-fault-tolerance`)."""
+        """Calls a method of `EngineRecovery` (`--use-fault-tolerance`)."""
         return await getattr(self._recovery, method)(*arguments)
 
     async def release_memory(self) -> None:
@@ -210,13 +212,15 @@ class RolloutManager:
             stream.restore(finished)
 
     async def drain(self) -> None:
-        """Returns when no group is on its way, and begins none until `weights_are` (`--max-weight-staleness`)."""
+        """Returns when no group is on its way, and begins none until `set_weight_version`
+        (`--max-weight-staleness`).
+        """
         await self._generator.continuous.drain()
 
-    async def weights_are(self, version: int, end: int) -> None:
+    async def set_weight_version(self, version: int, end: int) -> None:
         """The servers hold weights `version`; generation without end begins or goes on, up to rollout `end`."""
         if self._generator is not None and self._generator.continuous is not None:
-            self._generator.continuous.weights_are(version, end)
+            self._generator.continuous.set_weight_version(version, end)
 
     @ray.method(concurrency_group="watchdog")
     async def progress(self) -> tuple[int, int]:
@@ -242,20 +246,20 @@ class RolloutManager:
         return await states_of([*self._fleet.engines, *self._reward_servers.engines], self._fleet.router.pid)
 
     @ray.method(concurrency_group="watchdog")
-    async def where(self) -> GenerationWhere:
+    async def where(self) -> RolloutStatus:
         """What is being done, which samples are unfinished and what keeps them, and how busy the servers are."""
         finished, expected = await self.progress()
         urls = self._client.server_urls if self._client else []
         loads = await asyncio.gather(
             *(asyncio.to_thread(load_of, url, LOADS_TIMEOUT_S, key_of(self._args)) for url in urls)
         )
-        return GenerationWhere(
-            doing=self._doing,
+        return RolloutStatus(
+            doing=self._phase,
             finished=finished,
             expected=expected,
             samples=self._generator.under_way() if self._generator else [],
             in_flight=self._client.in_flight if self._client else 0,
-            blocked_at=await self._loop.blocked_at() if self._loop else "",
+            blocked_line=await self._loop.blocked_line() if self._loop else "",
             servers=loads,
             log=str(self._log_path),
         )
@@ -289,7 +293,7 @@ class RolloutManager:
         data_state = output.data_state or (self._data_source.state_dict() if saved else None)
         samples = [sample for group in groups for sample in group]
         require_verdicts(samples, self._args.rm_failure_limit, f"rollout {rollout_id}")
-        rewards = rewards_of(self._args, samples)
+        rewards = compute_rewards(self._args, samples)
         metrics = all_metrics(self._args, samples, rewards.raw.tolist(), seconds) | self._request_metrics(len(samples))
         metrics |= {**staleness_metrics(rollout_id, samples), **output.metrics, **await self._faults()}
         await asyncio.to_thread(self._dump, rollout_id, samples, metrics, [self._args.reward_key] * len(samples))

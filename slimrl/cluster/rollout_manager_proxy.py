@@ -1,7 +1,8 @@
 """The driver's side of the rollout manager: waits for it, its engines' memory, and the cleanup after a failed run.
 
-After a failure or an interrupt, `ManagerEnd` removes the run's servers from an external router, so that the next run
-can use it, and names external servers that may hold a partial weight update. A run that ends normally needs neither.
+After a failure or an interrupt, `RolloutManagerCleanup` removes the run's servers from an external router, so that the
+next run can use it, and names external servers that may hold a partial weight update. A run that ends normally needs
+neither.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import ray
 from slimrl.arguments import Arguments
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_group import TrainGroup
-from slimrl.cluster.watchdog import Awaited, answers, of_generation
+from slimrl.cluster.watchdog import WaitTarget, answers, format_rollout_status
 from slimrl.engines.auth import key_of
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.router import RunningRouter
+from slimrl.engines.sglang.router import ExternalRouter
 
 logger = logging.getLogger("slimrl")
 
 
-class ManagerEnd:
+class RolloutManagerCleanup:
     """Ends the rollout manager with the run: `kill()`, before which `registered()` tells its servers.
 
     `registered` returns None where the manager does not answer any more.
@@ -35,15 +36,15 @@ class ManagerEnd:
         self._trainers: TrainGroup | None = None
 
     @classmethod
-    def of_actor(cls, args: Arguments, manager: ray.actor.ActorHandle) -> ManagerEnd:
+    def of_actor(cls, args: Arguments, manager: ray.actor.ActorHandle) -> RolloutManagerCleanup:
         """For the rollout manager itself."""
         return cls(args, lambda: answers([manager.registered.remote()])[0], lambda: ray.kill(manager))
 
-    def knows(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
-        """Who pushes weights, and the servers that have started."""
+    def set_started(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
+        """Who updates weights, and the servers that have started."""
         self._trainers, self._started = trainers, urls
 
-    def __enter__(self) -> ManagerEnd:
+    def __enter__(self) -> RolloutManagerCleanup:
         return self
 
     def __exit__(
@@ -60,25 +61,25 @@ class ManagerEnd:
         self._kill()  # first: it keeps the router's list right
         urls = self._started if registered is None else registered
         try:
-            RunningRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls, key_of(self._args)).stop()
+            ExternalRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls, key_of(self._args)).stop()
         except EngineError as failure:  # the run ends with what ended it
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
 
     def _name_the_paused(self) -> None:
         addresses = self._args.rollout_external_engine_addrs
-        if addresses and self._trainers is not None and self._trainers.pushing is not None:
+        if addresses and self._trainers is not None and self._trainers.updating_weights is not None:
             logger.error(
-                "the run ended while it pushed weights %s: the servers %s of --rollout-external-engine-addrs may be"
-                " paused and hold only some of them; the next run pushes all of them again, for any other use start"
+                "the run ended while it updated weights %s: the servers %s of --rollout-external-engine-addrs may be"
+                " paused and hold only some of them; the next run updates all of them again, for any other use start"
                 " the servers anew",
-                self._trainers.pushing,
+                self._trainers.updating_weights,
                 ", ".join(addresses),
             )
 
 
-def of_manager(manager: ray.actor.ActorHandle, what: str) -> Awaited:
+def manager_wait(manager: ray.actor.ActorHandle, what: str) -> WaitTarget:
     """A wait for the rollout manager."""
-    return Awaited(what, lambda _: of_generation(answers([manager.where.remote()])[0]))
+    return WaitTarget(what, lambda _: format_rollout_status(answers([manager.where.remote()])[0]))
 
 
 def of_servers(manager: ray.actor.ActorHandle) -> str:
@@ -86,7 +87,7 @@ def of_servers(manager: ray.actor.ActorHandle) -> str:
     return "; ".join(answers([manager.server_states.remote()])[0] or [])
 
 
-class EngineMemory:
+class EngineMemoryProxy:
     """The memory of the servers, which the rollout manager looks after."""
 
     def __init__(self, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> None:
@@ -94,9 +95,9 @@ class EngineMemory:
         self._supervisor = supervisor
 
     def release(self) -> None:
-        awaited = of_manager(self._manager, "the release of the engines' memory")
+        awaited = manager_wait(self._manager, "the release of the engines' memory")
         self._supervisor.get([self._manager.release_memory.remote()], awaited)
 
     def resume(self, tags: Sequence[str]) -> None:
-        awaited = of_manager(self._manager, f"the engines' memory for {' and '.join(tags)}")
+        awaited = manager_wait(self._manager, f"the engines' memory for {' and '.join(tags)}")
         self._supervisor.get([self._manager.resume_memory.remote(tags)], awaited)

@@ -14,17 +14,17 @@ import ray
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import start_of
-from slimrl.cluster.colocate import Turns
-from slimrl.cluster.engine_resync import Joining
+from slimrl.cluster.colocate import ColocatedMemory
+from slimrl.cluster.engine_resync import EngineResync
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import reach_of
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutManager, RolloutResult
-from slimrl.cluster.rollout_manager_proxy import EngineMemory, ManagerEnd, of_manager, of_servers
+from slimrl.cluster.rollout_manager_proxy import EngineMemoryProxy, RolloutManagerCleanup, manager_wait, of_servers
 from slimrl.cluster.supervisor import Supervisor, watching
 from slimrl.cluster.training.train_group import TrainGroup
-from slimrl.cluster.watchdog import Patience, answers
+from slimrl.cluster.watchdog import WatchdogConfig, answers
 from slimrl.engines.auth import with_key
 from slimrl.engines.sglang.external_server_check import check_somebody_listens
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
@@ -53,16 +53,16 @@ class Run:
         supervisor: Supervisor,
         log: RunLog,
         timeline: Timeline,
-        joining: Joining | None = None,
+        resync: EngineResync | None = None,
     ) -> None:
         """`start` is the first rollout to do; `trainers` is None with `--debug-rollout-only`.
 
-        `joining` is there with `--use-fault-tolerance`.
+        `resync` is there with `--use-fault-tolerance`.
         """
         self.args = args
         self.rollout_ids = range(start, args.num_rollout)
         self.weight_version = self._trained_version = start
-        self._joining = joining
+        self._resync = resync
         self._trainers = trainers
         self._manager = manager
         self._supervisor = supervisor
@@ -70,13 +70,13 @@ class Run:
         self._timeline = timeline
         self._checks = RunChecks.from_args(args, start)
         self._seconds: dict[str, float] = {}
-        self._pushed: int | None = None  # the version that the servers were given
-        self._generation = of_manager(manager, "generate")
-        self._turns = Turns(
+        self._updated: int | None = None  # the version that the servers were given
+        self._generation = manager_wait(manager, "generate")
+        self._turns = ColocatedMemory(
             trainers if args.offload_train else None,
-            EngineMemory(manager, supervisor) if args.offload_rollout else None,
+            EngineMemoryProxy(manager, supervisor) if args.offload_rollout else None,
             self._timed,
-            tokens_with_push=args.sglang_options.get("pp_size", 1) > 1,
+            tokens_during_weight_update=args.sglang_options.get("pp_size", 1) > 1,
         )
         if self.rollout_ids:
             logger.info("rollouts %d to %d are to be done", start, args.num_rollout - 1)
@@ -96,7 +96,7 @@ class Run:
 
     def start_generation(self, rollout_id: int) -> ray.ObjectRef:
         """Starts generating a rollout; `finish_generation` waits for it."""
-        self._generation = of_manager(self._manager, f"generate of rollout {rollout_id}")
+        self._generation = manager_wait(self._manager, f"generate of rollout {rollout_id}")
         return self._manager.generate.remote(rollout_id, self._save_due(rollout_id))
 
     def finish_generation(self, generation: ray.ObjectRef) -> RolloutResult:
@@ -110,16 +110,17 @@ class Run:
         self._seconds["generate"] = result.seconds
         return result
 
-    def make_way(self, generation: ray.ObjectRef) -> None:
+    def drain_generation(self, generation: ray.ObjectRef) -> None:
         """Waits until no request is in flight, unless weights change under requests; `generation` is what runs.
 
-        Servers that are replaced meanwhile may get the trained weights already: then there is no push to make way for.
+        Servers that are replaced meanwhile may get the trained weights already: then there is no weight update to make
+        way for.
         """
         if self.args.update_weights_in_flight:
             return
         awaited = self._generation
         if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
-            generation, awaited = self._manager.drain.remote(), of_manager(self._manager, "the groups on their way")
+            generation, awaited = self._manager.drain.remote(), manager_wait(self._manager, "the groups on their way")
         with self._timed("wait_for_rollout"), self._trainers_idle():
             self._supervisor.get([generation], awaited)
 
@@ -150,7 +151,7 @@ class Run:
         for name in ("rollout/staleness/mean", "rollout/staleness/max"):
             if name in rollout.metrics:
                 self._timeline.count(name, rollout.metrics[name])
-        self._turns.begin_training()
+        self._turns.onload_trainer()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
             metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update)
@@ -161,46 +162,48 @@ class Run:
             raise
         return metrics
 
-    def weights_due(self, rollout_id: int) -> bool:
-        """Whether the asynchronous loop pushes after this rollout (`--update-weights-interval`, and the last)."""
+    def should_update_weights(self, rollout_id: int) -> bool:
+        """Whether the asynchronous loop updates weights after this rollout (`--update-weights-interval`, and the
+        last).
+        """
         done = rollout_id + 1
         return done == self.rollout_ids.stop or done % self.args.update_weights_interval == 0
 
     def update_weights(self, version: int) -> None:
-        """Pushes the trained weights to every engine; requests may run with `--update-weights-in-flight` alone."""
-        if version != self._pushed:  # a rescue brought them already, and requests run again
-            self._push(version)
+        """Sends the trained weights to every engine; requests may run with `--update-weights-in-flight` alone."""
+        if version != self._updated:  # a rescue brought them already, and requests run again
+            self._update_weights(version)
         self._go_on(version)
 
     def _go_on(self, version: int) -> None:
         if self.args.max_weight_staleness is not None:  # generation without end goes on with them
-            awaited = of_manager(self._manager, f"generation going on with weights {version}")
-            self._supervisor.get([self._manager.weights_are.remote(version, self.rollout_ids.stop)], awaited)
+            awaited = manager_wait(self._manager, f"generation going on with weights {version}")
+            self._supervisor.get([self._manager.set_weight_version.remote(version, self.rollout_ids.stop)], awaited)
 
-    def _push(self, version: int) -> None:
+    def _update_weights(self, version: int) -> None:
         if self._trainers is None:
             return
-        with self._turns.push():
+        with self._turns.weight_update():
             if self.args.debug_train_only:
                 return
             with self._timed("update_weights"):
-                if self._joining is None:
+                if self._resync is None:
                     self._trainers.update_weights(version)
                 else:
-                    self._joining.push(version, self._trainers.update_weights)
-        self.weight_version = self._pushed = version
+                    self._resync.sync_weights(version, self._trainers.update_weights)
+        self.weight_version = self._updated = version
 
     def _trainers_idle(self) -> contextlib.AbstractContextManager[None]:
         """Around a wait for the engines: a server that is replaced meanwhile gets the weights of the others."""
-        if self._joining is None:
+        if self._resync is None:
             return contextlib.nullcontext()
         current = self._trained_version == self.weight_version and not self._turns.training_sleeps
-        return self._joining.while_idle(self.weight_version if current else None, self._push_to_new_servers)
+        return self._resync.trainer_idle(self.weight_version if current else None, self._update_new_servers)
 
-    def _push_to_new_servers(self) -> None:
+    def _update_new_servers(self) -> None:
         """No server works any more that has weights: those which wait get what was trained last."""
-        self._turns.begin_training()
-        self._push(self._trained_version)
+        self._turns.onload_trainer()
+        self._update_weights(self._trained_version)
         self._go_on(self._trained_version)
 
     def save_if_due(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> None:
@@ -223,7 +226,7 @@ class Run:
         if self.args.eval_interval and not self.args.skip_eval_before_train and not self.args.debug_train_only:
             self._evaluate(self.rollout_ids.start, "before")
 
-    def evaluation_due(self, rollout_id: int) -> bool:
+    def should_evaluate(self, rollout_id: int) -> bool:
         """Whether the weights after this rollout are to be evaluated."""
         if not self.args.eval_interval or self.args.debug_train_only:
             return False
@@ -232,7 +235,7 @@ class Run:
 
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluates on `--eval-interval` and after the last rollout."""
-        if self.evaluation_due(rollout_id):
+        if self.should_evaluate(rollout_id):
             self._evaluate(rollout_id + 1, "after" if rollout_id + 1 == self.rollout_ids.stop else rollout_id + 1)
 
     def _evaluate(self, step: int, when: str | int) -> None:
@@ -241,7 +244,7 @@ class Run:
             self._trainers_idle(),
             self._progress("evaluate", self._manager.progress.remote) as update,
         ):
-            awaited = of_manager(self._manager, f"evaluate after {step} rollouts")
+            awaited = manager_wait(self._manager, f"evaluate after {step} rollouts")
             results = self._supervisor.get([self._manager.evaluate.remote(step)], awaited, update)[0]
         self._log.evaluation(when, step, results)
         if step > self.rollout_ids.start:
@@ -260,12 +263,16 @@ class Run:
         self._log.step(self._record(rollout, train_metrics))
 
     def _record(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> StepRecord:
-        pushed = self._trainers.last_push if self._trainers is not None and "update_weights" in self._seconds else {}
+        updated = (
+            self._trainers.last_weight_update
+            if self._trainers is not None and "update_weights" in self._seconds
+            else {}
+        )
         total = time.perf_counter() - self._started - self._seconds.get("save", 0.0)
         return StepRecord(
             step=rollout.rollout_id,
             weight_version=rollout.weight_version,
-            rollout=rollout.metrics | pushed,
+            rollout=rollout.metrics | updated,
             train=train_metrics,
             seconds={**self._seconds, "total": total},
             memory=self._memory(),
@@ -301,12 +308,12 @@ def open_run(args: Arguments) -> Iterator[Run]:
         stack.callback(gpus.release)
         launch = launch.placed(reach_of(args))
         nodes = stack.enter_context(watching(gpus.gpus, plan))
-        supervisor = Supervisor(Patience.from_args(args), nodes.silent)
+        supervisor = Supervisor(WatchdogConfig.from_args(args), nodes.silent)
         manager = _start_manager(args, plan, launch)
-        manager_end = stack.enter_context(ManagerEnd.of_actor(args, manager))
+        manager_end = stack.enter_context(RolloutManagerCleanup.of_actor(args, manager))
         supervisor.ask_too(functools.partial(of_servers, manager))
         supervisor.watch(manager.watch_loop.remote(), lambda error: f"the rollout manager died: {error}")
-        args = _with_length(args, manager, supervisor)
+        args = _resolve_num_rollout(args, manager, supervisor)
 
         logger.info("starting %d train workers and %d rollout GPUs", len(plan.train), len(plan.rollout))
         starting = manager.start.remote(None if args.debug_train_only else gpus, launch)
@@ -316,30 +323,30 @@ def open_run(args: Arguments) -> Iterator[Run]:
             trainers = TrainGroup(args, gpus, supervisor, launch)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training takes its memory
-            supervisor.get([starting], of_manager(manager, "the start of the engines"))
-            EngineMemory(manager, supervisor).release()
+            supervisor.get([starting], manager_wait(manager, "the start of the engines"))
+            EngineMemoryProxy(manager, supervisor).release()
         if trainers is not None:
             start, data_state = trainers.initialize()
-        endpoints = supervisor.get([starting], of_manager(manager, "the start of the engines"))[0]
-        manager_end.knows(trainers, [endpoint.url for endpoint in endpoints])
+        endpoints = supervisor.get([starting], manager_wait(manager, "the start of the engines"))[0]
+        manager_end.set_started(trainers, [endpoint.url for endpoint in endpoints])
         if endpoints:
             supervisor.watch(manager.watch.remote(), lambda error: f"the rollout manager died: {error}")
             if trainers is not None:
                 trainers.connect_engines(endpoints)
-        joining = _joining(args, manager, supervisor, trainers, endpoints)
+        resync = _resync(args, manager, supervisor, trainers, endpoints)
         if data_state is not None and not args.only_evaluates:
-            awaited = of_manager(manager, "the position in the data")
+            awaited = manager_wait(manager, "the position in the data")
             supervisor.get([manager.load_data_state.remote(data_state)], awaited)
-        router = supervisor.get([manager.address.remote()], of_manager(manager, "the router's address"))[0]
+        router = supervisor.get([manager.address.remote()], manager_wait(manager, "the router's address"))[0]
         urls = [endpoint.url for endpoint in endpoints]
         log.announce(scrape_targets(args, urls, ray.util.get_node_ip_address(), router))
         log.begin(start)
         beginning.close()
-        yield Run(args, start, trainers, manager, supervisor, log, timeline, joining)
+        yield Run(args, start, trainers, manager, supervisor, log, timeline, resync)
         if trainers is not None:
             trainers.close()
-        supervisor.forget()
-        supervisor.get([manager.close.remote()], of_manager(manager, "the end of the engines"))
+        supervisor.stop_watching()
+        supervisor.get([manager.close.remote()], manager_wait(manager, "the end of the engines"))
 
 
 @contextlib.contextmanager
@@ -353,20 +360,20 @@ def _timeline(args: Arguments) -> Iterator[Timeline]:
             logger.info("%s", merge_at_end(Path(args.run_dir)))
 
 
-def _joining(
+def _resync(
     args: Arguments,
     manager: ray.actor.ActorHandle,
     supervisor: Supervisor,
     trainers: TrainGroup | None,
     endpoints: list[EngineEndpoint],
-) -> Joining | None:
+) -> EngineResync | None:
     """Who brings weights to replaced servers; None without `--use-fault-tolerance`, or without servers."""
     if not args.use_fault_tolerance or not endpoints:
         return None
-    where = functools.partial(of_manager, manager)
-    joining = Joining(manager.recover.remote, where, supervisor, trainers, endpoints)
-    supervisor.attend(joining)
-    return joining
+    where = functools.partial(manager_wait, manager)
+    resync = EngineResync(manager.recover.remote, where, supervisor, trainers, endpoints)
+    supervisor.set_event_handler(resync)
+    return resync
 
 
 def _start_manager(args: Arguments, plan: PlacementPlan, launch: Launch) -> ray.actor.ActorHandle:
@@ -376,14 +383,14 @@ def _start_manager(args: Arguments, plan: PlacementPlan, launch: Launch) -> ray.
     return RolloutManager.options(**options).remote(args, data_parallel_size, log_path, Path.cwd())
 
 
-def _with_length(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> Arguments:
+def _resolve_num_rollout(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> Arguments:
     """`args` with `num_rollout` filled in from `--num-epoch` and the number of prompts, where only that is given.
 
     Raises ValueError where the data set is smaller than one rollout.
     """
     if args.num_rollout is not None:
         return args
-    prompts = supervisor.get([manager.prompts_per_epoch.remote()], of_manager(manager, "the prompts"))[0]
+    prompts = supervisor.get([manager.prompts_per_epoch.remote()], manager_wait(manager, "the prompts"))[0]
     per_epoch = prompts // args.rollout_batch_size
     if per_epoch == 0:
         raise ValueError(

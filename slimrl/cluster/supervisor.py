@@ -24,7 +24,7 @@ from ray import ObjectRef
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from slimrl.cluster.placement import GpuBundle, PlacementPlan
-from slimrl.cluster.watchdog import Awaited, Patience, Wait
+from slimrl.cluster.watchdog import Wait, WaitTarget, WatchdogConfig
 
 _SIGNS = ("running low on memory", "due to memory pressure (OOM)")
 _NODE = re.compile(r"Memory on the node \(IP: ([^,]+), ID: [^)]*\) was ([\d.]+) ?GB used / ([\d.]+) ?GB limit")
@@ -35,12 +35,12 @@ _MEND = (
 )
 
 
-class OutOfMemoryEnd(RuntimeError):
+class OutOfMemorySummary(RuntimeError):
     """Ray ended a process for the machine's memory."""
 
 
 def brief(error: Exception) -> Exception:
-    """`error`, or OutOfMemoryEnd with a sentence where it is Ray's page about the machine's memory.
+    """`error`, or OutOfMemorySummary with a sentence where it is Ray's page about the machine's memory.
 
     The numbers are left out where Ray says them in other words.
     """
@@ -50,7 +50,7 @@ def brief(error: Exception) -> Exception:
     node, process = _NODE.search(text), _PROCESS.search(text)
     who = f"process {process[1]}, which had {float(process[2]):.1f} GB," if process else "it"
     where = f": {float(node[2]):.1f} of the {float(node[3]):.1f} GB of machine {node[1]} were in use" if node else ""
-    return OutOfMemoryEnd(f"Ray ended {who} for want of memory{where}; {_MEND}")
+    return OutOfMemorySummary(f"Ray ended {who} for want of memory{where}; {_MEND}")
 
 
 PROGRESS_INTERVAL_S = 0.5
@@ -60,7 +60,7 @@ class ProcessDiedError(RuntimeError):
     """A train worker, a server, the router or the rollout manager ended before its time."""
 
 
-class Attendant(Protocol):
+class EventHandler(Protocol):
     """Something that may have to be done while the driver waits."""
 
     def news(self) -> ObjectRef:
@@ -76,19 +76,19 @@ class Supervisor:
     A watch becomes ready (with a message) or fails (with Ray's actor error) when its process dies.
     """
 
-    def __init__(self, patience: Patience, silent_nodes: Callable[[], str] = str) -> None:
+    def __init__(self, patience: WatchdogConfig, silent_nodes: Callable[[], str] = str) -> None:
         """`silent_nodes` tells which nodes do not answer on the network, in words."""
         self._patience = patience
         self._silent_nodes = silent_nodes
         self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
-        self._attendant: Attendant | None = None
+        self._attendant: EventHandler | None = None
         self._bystanders: Callable[[], str] = lambda: ""
 
     def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
         """Watches `ref`; `describe(error)` makes the message from Ray's error where the ref holds no text."""
         self._watches[ref] = describe
 
-    def attend(self, attendant: Attendant) -> None:
+    def set_event_handler(self, attendant: EventHandler) -> None:
         """From now on every wait heeds its news."""
         self._attendant = attendant
 
@@ -96,16 +96,18 @@ class Supervisor:
         """Every report of a long wait ends with what this says of those that are not waited for themselves, or ""."""
         self._bystanders = bystanders
 
-    def forget(self) -> None:
+    def stop_watching(self) -> None:
         """Drops every watch: from here on processes end because they are told to."""
         self._watches.clear()
         self._attendant = None
         self._bystanders = lambda: ""
 
-    def get(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None = None) -> list[Any]:
+    def get(
+        self, refs: Sequence[ObjectRef], awaited: WaitTarget, progress: Callable[[], None] | None = None
+    ) -> list[Any]:
         """`ray.get`, ended early by the first failure among `refs` or the watched processes; `awaited` says what for.
 
-        Raises ProcessDiedError for a death, the task's own exception for a failed call, and WaitedTooLongError.
+        Raises ProcessDiedError for a death, the task's own exception for a failed call, and WatchdogTimeoutError.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(_read_by_nobody, refs)
@@ -113,7 +115,7 @@ class Supervisor:
             stack.pop_all()
         return ray.get(list(refs))
 
-    def _wait(self, refs: Sequence[ObjectRef], awaited: Awaited, progress: Callable[[], None] | None) -> None:
+    def _wait(self, refs: Sequence[ObjectRef], awaited: WaitTarget, progress: Callable[[], None] | None) -> None:
         pending = list(dict.fromkeys(refs))
         wait = Wait(self._patience, self._with_silent_nodes(awaited), self._bystanders)
         while pending:
@@ -135,15 +137,15 @@ class Supervisor:
                 pending.remove(ref)
                 self._raise_failure(ref)
 
-    def _with_silent_nodes(self, awaited: Awaited) -> Awaited:
+    def _with_silent_nodes(self, awaited: WaitTarget) -> WaitTarget:
         """A wait whose report begins with the nodes that keep everybody else waiting."""
 
         def describe(places: Sequence[int]) -> str:
             return "; ".join(filter(None, [self._silent_nodes(), awaited.describe(places)]))
 
-        return Awaited(awaited.what, describe)
+        return WaitTarget(awaited.what, describe)
 
-    def _act(self, attendant: Attendant) -> None:
+    def _act(self, attendant: EventHandler) -> None:
         """Nobody attends to the waits in which it acts itself."""
         self._attendant = None
         try:

@@ -1,8 +1,8 @@
 """The watchdog of the driver's waits: reports what a long wait is for and where each process is, and may end the run.
 
 Asking never hangs: a process that does not answer within seconds is reported as that. The supervisor uses it in every
-wait; whoever waits says what to report. Actors answer with `RankWhere` and `GenerationWhere`, which `of_ranks` and
-`of_generation` turn into the text of the report.
+wait; whoever waits says what to report. Actors answer with `RankStatus` and `RolloutStatus`, which
+`format_rank_status` and `format_rollout_status` turn into the text of the report.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ray.exceptions import RayActorError
 
 from slimrl.arguments import Arguments
 from slimrl.engines.sglang.control import ServerLoad
-from slimrl.rollout.generation.sample_tracker import SampleWhere
+from slimrl.rollout.generation.sample_tracker import ActiveSample
 
 logger = logging.getLogger("slimrl")
 
 ANSWER_TIMEOUT_S = 5.0
 
 
-class WaitedTooLongError(RuntimeError):
+class WatchdogTimeoutError(RuntimeError):
     """A wait reached --watchdog-limit-seconds; the message says what was awaited and where everybody stood."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Awaited:
+class WaitTarget:
     """What a wait is for: "train of rollout 7".
 
     `describe(places)` says where those stand whose calls, at these places of the list that is waited for, have not
@@ -43,14 +43,14 @@ class Awaited:
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class WatchdogConfig:
     """The flags of the watchdog."""
 
     report_after_s: float
     limit_s: float | None
 
     @classmethod
-    def from_args(cls, args: Arguments) -> Patience:
+    def from_args(cls, args: Arguments) -> WatchdogConfig:
         """--watchdog-report-seconds and --watchdog-limit-seconds."""
         return cls(args.watchdog_report_seconds, args.watchdog_limit_seconds)
 
@@ -58,7 +58,9 @@ class Patience:
 class Wait:
     """One wait: `look` as often as you like, at least when `remaining` seconds have passed."""
 
-    def __init__(self, patience: Patience, awaited: Awaited, bystanders: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, patience: WatchdogConfig, awaited: WaitTarget, bystanders: Callable[[], str] = lambda: ""
+    ) -> None:
         """`bystanders` says what keeps those waiting that are waited for, as far as others know it, or ""."""
         self._bystanders = bystanders
         self._patience = patience
@@ -74,7 +76,7 @@ class Wait:
     def look(self, places: Sequence[int]) -> None:
         """Reports where those at `places` stand when it is time, and again after twice as long.
 
-        Raises WaitedTooLongError with the report when the limit is reached.
+        Raises WatchdogTimeoutError with the report when the limit is reached.
         """
         waited, limit = self._waited(), self._patience.limit_s
         too_long = limit is not None and waited >= limit
@@ -84,7 +86,7 @@ class Wait:
         report = f"waiting {waited:.0f} s for {self._awaited.what}: {self._awaited.describe(places)}"
         report += f"; {others}" if others else ""
         if too_long:
-            raise WaitedTooLongError(f"{report}; the run ends (--watchdog-limit-seconds {limit:g})")
+            raise WatchdogTimeoutError(f"{report}; the run ends (--watchdog-limit-seconds {limit:g})")
         logger.warning("%s", report)
         self._next_report_s *= 2
 
@@ -111,7 +113,7 @@ _SILENT_S = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class RankWhere:
+class RankStatus:
     """One training rank; `seconds` since it last said something, `frames` innermost first (see `processes.stacks`)."""
 
     rank: int
@@ -136,25 +138,25 @@ class RankWhere:
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationWhere:
-    """The rollout manager: what it does, how far it is, and who keeps it; `blocked_at` is a line of code or ""."""
+class RolloutStatus:
+    """The rollout manager: what it does, how far it is, and who keeps it; `blocked_line` is a line of code or ""."""
 
     doing: str
     finished: int
     expected: int
-    samples: list[SampleWhere]
+    samples: list[ActiveSample]
     in_flight: int
-    blocked_at: str
+    blocked_line: str
     servers: list[ServerLoad]
     log: str
 
 
-def of_ranks(ranks: Sequence[RankWhere | None], pending: Sequence[int]) -> str:
+def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int]) -> str:
     """The ranks by where they stand: those that answered last, the furthest behind first."""
     silent = [rank for rank in pending if ranks[rank] is None]
     asked = [where for rank in pending if (where := ranks[rank]) is not None]
     asked.sort(key=lambda where: (where.state != "stopped", where.micro_batch, -where.seconds))
-    groups: dict[tuple[str, str], list[RankWhere]] = {}
+    groups: dict[tuple[str, str], list[RankStatus]] = {}
     for where in asked:
         groups.setdefault((where.place, where.state), []).append(where)
     parts = [f"{_ranks(silent)} cannot be asked: no answer of the actor"] if silent else []
@@ -163,7 +165,7 @@ def of_ranks(ranks: Sequence[RankWhere | None], pending: Sequence[int]) -> str:
     return "; ".join(parts + ([f"{_ranks(done)} done"] if done else []))
 
 
-def _group(place: str, state: str, members: Sequence[RankWhere]) -> str:
+def _group(place: str, state: str, members: Sequence[RankStatus]) -> str:
     first = members[0]
     who = f"rank {first.rank} (pid {first.pid} on {first.node})" if len(members) == 1 else _ranks(_numbers(members))
     stopped = "" if state in ("running", "sleeping") else f", process {state}"
@@ -177,7 +179,7 @@ def _own(frames: Sequence[str]) -> str:
     return f", called from {own}" if own is not None and own != frames[0] else ""
 
 
-def _numbers(members: Sequence[RankWhere]) -> list[int]:
+def _numbers(members: Sequence[RankStatus]) -> list[int]:
     return sorted(where.rank for where in members)
 
 
@@ -192,28 +194,28 @@ def _counted(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
 
 
-def of_generation(where: GenerationWhere | None) -> str:
+def format_rollout_status(where: RolloutStatus | None) -> str:
     """The rollout manager's report in words."""
     if where is None:
         return "the rollout manager cannot be asked: no answer of the actor"
     parts = [where.doing] if where.doing else []
-    if where.blocked_at:
+    if where.blocked_line:
         parts.append(
-            f"its event loop is blocked at {where.blocked_at}: a function there must not wait without await"
+            f"its event loop is blocked at {where.blocked_line}: a function there must not wait without await"
             f" (stacks in {where.log})"
         )
     if where.expected:
         parts.append(f"{where.expected - where.finished} of {where.expected} samples unfinished")
-    parts += _samples(where.samples, where.blocked_at)
+    parts += _samples(where.samples, where.blocked_line)
     if where.servers:
         parts.append(f"{where.in_flight} requests in flight; " + ", ".join(map(_server, where.servers)))
     return "; ".join(parts)
 
 
-def _samples(samples: Sequence[SampleWhere], blocked_at: str) -> list[str]:
+def _samples(samples: Sequence[ActiveSample], blocked_line: str) -> list[str]:
     """The samples by stage and line, the slowest first; of a blocked loop only the one that blocks it, if any does."""
-    chosen = [sample for sample in samples if blocked_at and sample.line == blocked_at] or samples
-    groups: dict[tuple[str, str], list[SampleWhere]] = {}
+    chosen = [sample for sample in samples if blocked_line and sample.line == blocked_line] or samples
+    groups: dict[tuple[str, str], list[ActiveSample]] = {}
     for sample in chosen:
         groups.setdefault((sample.stage, sample.line), []).append(sample)
     shown, others = list(groups.items())[:_SHOWN_STAGES], list(groups.values())[_SHOWN_STAGES:]
@@ -221,7 +223,7 @@ def _samples(samples: Sequence[SampleWhere], blocked_at: str) -> list[str]:
     return parts + ([f"{sum(map(len, others))} more elsewhere"] if others else [])
 
 
-def _in_stage(stage: str, line: str, members: Sequence[SampleWhere]) -> str:
+def _in_stage(stage: str, line: str, members: Sequence[ActiveSample]) -> str:
     who = _counted("sample", [sample.index for sample in members])
     return f"{who} in {stage} for {members[0].seconds:.0f} s" + (f" at {line}" if line else "")
 

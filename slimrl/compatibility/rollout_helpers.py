@@ -25,8 +25,8 @@ from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import ServiceError
 from slimrl.hooks import own_path
-from slimrl.rollout.generation.sample_tracker import Making, own_headers
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.generation.sample_tracker import CustomGenerateCall, own_headers
+from slimrl.rollout.sampling import SamplingConfig
 
 _MODEL_NAMES = ("default", "actor")
 
@@ -39,13 +39,13 @@ class GenerateState:
         self.args = args
         self.tokenizer = _cached_tokenizer(args.hf_checkpoint, trusted)
         self.processor = None
-        self.sampling_params: dict[str, Any] = dict(SamplingPlan.for_training(args).base)
+        self.sampling_params: dict[str, Any] = dict(SamplingConfig.for_training(args).base)
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
 
     @property
     def aborted(self) -> bool:
         """Whether the rollout is full: what is asked of the engines now comes back aborted."""
-        making = Making.current()
+        making = CustomGenerateCall.current()
         return making is not None and making.stopped()
 
     @contextlib.contextmanager
@@ -59,7 +59,7 @@ async def generate(args: Arguments, sample: Sample, sampling_params: dict[str, A
 
     Continues `sample.tokens`, which hold the prompt. Raises RuntimeError outside of a generate function.
     """
-    making = Making.current()
+    making = CustomGenerateCall.current()
     if making is None:
         raise RuntimeError(
             "slime.rollout.sglang_rollout.generate was called where no sample is generated: call it from within a"
@@ -109,7 +109,7 @@ class RequestFailedError(ServiceError):
     """The service refused the request, or did not answer it in all attempts."""
 
 
-class _NoAnswerError(Exception):
+class _NoResponseError(Exception):
     """It may answer later."""
 
 
@@ -121,13 +121,13 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     generate function, `max_retries` and `headers` are the client's own (`slimrl.engines.sglang.client`), and so are the
     errors.
     """
-    making = Making.current()
+    making = CustomGenerateCall.current()
     if making is not None and url.startswith(f"{making.router_url}/"):
         return await making.ask(url, payload or {})
     for attempt in range(1, max_retries + 1):
         try:
             return await _call("POST", url, orjson.dumps(payload or {}, default=_plain), headers)
-        except _NoAnswerError as error:
+        except _NoResponseError as error:
             if attempt == max_retries:
                 raise RequestFailedError(f"{error} (tried {attempt} times)") from error
             logger.warning("%s: trying again in %g s", error, PAUSE_S)
@@ -139,7 +139,7 @@ async def get(url: str) -> Any:
     """The decoded JSON, or text, that `url` answers to a GET. Raises RequestFailedError where it fails."""
     try:
         return await _call("GET", url, None, None)
-    except _NoAnswerError as error:
+    except _NoResponseError as error:
         raise RequestFailedError(str(error)) from error
 
 
@@ -154,11 +154,11 @@ async def _call(method: str, url: str, body: bytes | None, headers: Mapping[str,
         ):
             status, content = response.status, await response.read()
     except TimeoutError as error:
-        raise _NoAnswerError(f"{url} did not answer within {TIME_LIMIT_S:g} s") from error
+        raise _NoResponseError(f"{url} did not answer within {TIME_LIMIT_S:g} s") from error
     except aiohttp.ClientError as error:
-        raise _NoAnswerError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+        raise _NoResponseError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
     if status == _TOO_MANY_REQUESTS or status >= 500:
-        raise _NoAnswerError(f"{url} failed with HTTP {status}: {content[:300].decode(errors='replace')}")
+        raise _NoResponseError(f"{url} failed with HTTP {status}: {content[:300].decode(errors='replace')}")
     if not 200 <= status < 300:
         raise RequestFailedError(f"{url} answered HTTP {status}: {content[:300].decode(errors='replace')}")
     try:

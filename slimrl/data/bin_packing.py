@@ -61,7 +61,7 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, g
         dealt = even_rows(lengths, costs, cap, ranks, n_bins // ranks)
         if dealt is not None:
             return dealt
-        tight = tightly(lengths, cap, n_bins)
+        tight = best_fit(lengths, cap, n_bins)
         if len(tight) <= n_bins:
             return deal(split_to(tight, costs, n_bins), costs, ranks)
         # No use to try what the tightest way does not fit, but where a search may.
@@ -102,7 +102,7 @@ def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: i
     if leaning is None:
         return first
     second = deal(leaning, costs, ranks)
-    return min(first, second, key=lambda dealt: lockstep_loss(dealt, costs) + imbalance(dealt, costs))
+    return min(first, second, key=lambda dealt: lockstep_idle(dealt, costs) + imbalance(dealt, costs))
 
 
 def row_targets(costs: Sequence[float], ranks: int, rows: int) -> tuple[list[float], float]:
@@ -170,7 +170,7 @@ def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, targets: Se
     return bins
 
 
-def tightly(lengths: Sequence[int], cap: int, n_bins: int) -> Bins:
+def best_fit(lengths: Sequence[int], cap: int, n_bins: int) -> Bins:
     """At most `n_bins` bins, whatever they cost, or as few as were found.
 
     First with most of the spare room kept out of reach, so that it is not all left in the last bins.
@@ -178,14 +178,14 @@ def tightly(lengths: Sequence[int], cap: int, n_bins: int) -> Bins:
     spare = n_bins * cap - sum(min(length, cap) for length in lengths)
     found = []
     for kept, width in _ATTEMPTS:
-        found.append(fill_one_by_one(lengths, cap - int(kept * spare / n_bins), width))
+        found.append(greedy_fill(lengths, cap - int(kept * spare / n_bins), width))
         if len(found[-1]) <= n_bins:
             return found[-1]
     searched = search(lengths, cap, n_bins) if len(lengths) <= _SEARCH_MAX_SAMPLES else None
     return min(found, key=len) if searched is None else searched
 
 
-def fill_one_by_one(lengths: Sequence[int], cap: int, width: int) -> Bins:
+def greedy_fill(lengths: Sequence[int], cap: int, width: int) -> Bins:
     """Fill one bin after the other: the longest sample left, then whichever one or two leave the smallest gap.
 
     Of two, those of about half the gap are tried first, `width` pairs: there are many of that size, and the short
@@ -324,7 +324,7 @@ def bin_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
     return [sum(costs[i] for i in samples) for samples in bins]
 
 
-def lockstep_loss(dealt: list[Bins], costs: Sequence[float]) -> float:
+def lockstep_idle(dealt: list[Bins], costs: Sequence[float]) -> float:
     """Time lost by ranks that wait for each other after every row, relative to the mean rank's work."""
     rows = list(zip(*(bin_costs(bins, costs) for bins in dealt), strict=True))
     return sum(max(row) for row in rows) * len(dealt) / sum(sum(row) for row in rows) - 1

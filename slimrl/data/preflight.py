@@ -1,7 +1,7 @@
 """A look at prompt data before anything starts: the first rows of each file and a sample of the rest, in bounded time.
 
 Promises to need neither torch nor a tokenizer, to stop when the time is up, and to call a row bad only where the run
-would (`prompt_format.row_fault`). Called by the rules about data; the run itself reads every row.
+would (`prompt_format.validate_row`). Called by the rules about data; the run itself reads every row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from slimrl.data.prompt_format import BadRow, PromptFormat, Row, row_fault
+from slimrl.data.prompt_format import InvalidRow, PromptFormat, Row, validate_row
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -60,7 +60,7 @@ def look_at(path: Path, rows: slice, form: PromptFormat, *, seconds: float) -> L
             look.rows += 1
             if look.columns is None and isinstance(row, dict):
                 look.columns = list(row)
-            if (fault := row_fault(row, form)) is not None:
+            if (fault := validate_row(row, form)) is not None:
                 look.bad.append(f"{where}: {fault}")
     except _EndOfLookError:
         look.ended_early = True
@@ -108,7 +108,7 @@ def _sampled_lines(path: Path, file: BinaryIO, first: int, end: int) -> Iterator
         if not line.strip():
             continue
         row = _parsed(line)
-        if isinstance(row, BadRow) and offset <= _COUNTED_BYTES:
+        if isinstance(row, InvalidRow) and offset <= _COUNTED_BYTES:
             counted = _count_lines(path, offset, counted)
             yield f"{path}:{counted[1]}", row
         else:
@@ -131,10 +131,12 @@ def _parsed(line: bytes) -> Row:
     try:
         row: Any = json.loads(line.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
-        return BadRow(f"not UTF-8 text: {error.reason} at byte {error.start} of the line")
+        return InvalidRow(f"not UTF-8 text: {error.reason} at byte {error.start} of the line")
     except ValueError as error:
-        return BadRow(f"not valid JSON: {error}")
-    return row if isinstance(row, dict) else BadRow(f"a row must be a JSON object, this one is {type(row).__name__}")
+        return InvalidRow(f"not valid JSON: {error}")
+    return (
+        row if isinstance(row, dict) else InvalidRow(f"a row must be a JSON object, this one is {type(row).__name__}")
+    )
 
 
 def _no_number(name: str) -> None:

@@ -21,25 +21,25 @@ _MAX_LISTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class BadRow:
+class InvalidRow:
     """A row that cannot be read; `reason` completes "<file>:<line>: ..."."""
 
     reason: str
 
 
-Row = dict[str, Any] | BadRow
+Row = dict[str, Any] | InvalidRow
 
 
-class BadRowsError(ValueError):
+class InvalidRowsError(ValueError):
     """More rows of a data set are bad than are allowed."""
 
 
-def bad_rows_error(source: str, bad: Sequence[str], allowed: int, mend: str) -> BadRowsError:
+def bad_rows_error(source: str, bad: Sequence[str], allowed: int, mend: str) -> InvalidRowsError:
     """The error over `bad`, one `<file>:<line>: <reason>` each, the first twenty in full."""
     more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
     count = "1 bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
     limit = f" ({allowed} allowed)" if allowed else ""
-    return BadRowsError("\n  ".join([f"{count} in {source}{limit}: {mend}", *bad[:_MAX_LISTED], *more]))
+    return InvalidRowsError("\n  ".join([f"{count} in {source}{limit}: {mend}", *bad[:_MAX_LISTED], *more]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,9 @@ class PromptFormat:
         return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
 
 
-def row_fault(row: Row, form: PromptFormat) -> str | None:
+def validate_row(row: Row, form: PromptFormat) -> str | None:
     """What is wrong with a row, as far as can be told without a tokenizer; None where nothing is."""
-    if isinstance(row, BadRow):
+    if isinstance(row, InvalidRow):
         return row.reason
     try:
         metadata = metadata_of(row, form)

@@ -1,8 +1,8 @@
 """A data set as rows by number: JSON lines and Parquet files, folders of them, slices; opened by index, never loaded.
 
-Promises that a row is read when it is asked for, that a bad one comes as a `BadRow` and never goes missing, and that
-every row has an address (`file:line`). Of a file of JSON lines the start of each line is found once, which takes eight
-bytes per row; Parquet is in a module of its own, because pyarrow is only loaded where there is such a file.
+Promises that a row is read when it is asked for, that a bad one comes as a `InvalidRow` and never goes missing, and
+that every row has an address (`file:line`). Of a file of JSON lines the start of each line is found once, which takes
+eight bytes per row; Parquet is in a module of its own, because pyarrow is only loaded where there is such a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from slimrl.data.dataset_spec import DataPath, files_of
-from slimrl.data.prompt_format import BadRow, Row
+from slimrl.data.prompt_format import InvalidRow, Row
 from slimrl.data.watched_file import CHUNK, WatchedFile
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class JsonlFile:
         return f"{self._path}:{self._number_of_line(row)}"
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        """These rows, in this order, bad ones as BadRow. Raises ChangedDataError at a row that is not as it was."""
+        """These rows, in this order, bad ones as InvalidRow. Raises ChangedDataError at a row that is not as it was."""
         read = [_parse(self._line(self._starts, row), exact=True) for row in rows]
         if not self._file.is_untouched():
             for row in rows:
@@ -124,9 +124,9 @@ def _parse(line: bytes | memoryview, *, exact: bool = False) -> Row:
             # standard library alone would let NaN pass
             row = json.loads(line)
     except ValueError as error:
-        return BadRow(f"not valid JSON: {error}")
+        return InvalidRow(f"not valid JSON: {error}")
     if not isinstance(row, dict):
-        return BadRow(f"a row must be a JSON object, this one is {type(row).__name__}")
+        return InvalidRow(f"a row must be a JSON object, this one is {type(row).__name__}")
     return row
 
 

@@ -19,9 +19,9 @@ import msgspec
 
 from slimrl.engines.auth import bearer
 from slimrl.engines.protocol import (
-    EngineAnswerError,
     EngineError,
     EngineRequestError,
+    EngineResponseError,
     EngineTimeoutError,
     EngineUnavailableError,
 )
@@ -33,7 +33,7 @@ def call(method: str, url: str, body: dict[str, Any] | None = None, *, timeout_s
     """The decoded JSON of the answer, or its text where it is none; `key` is shown to who asks for one.
 
     Raises EngineRequestError for HTTP 3xx and 4xx, EngineTimeoutError where the whole answer has not come within
-    `timeout_s`, EngineUnavailableError for HTTP 5xx and broken or refused connections, and EngineAnswerError for JSON
+    `timeout_s`, EngineUnavailableError for HTTP 5xx and broken or refused connections, and EngineResponseError for JSON
     that is cut off or malformed.
     """
     parts = urllib.parse.urlsplit(url)
@@ -70,7 +70,7 @@ def _decoded(url: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise EngineAnswerError(
+        raise EngineResponseError(
             f"{url} answered what is no JSON ({error}): {text[:SHOWN_CHARS]!r}{'...' * (len(text) > SHOWN_CHARS)}"
         ) from error
 
@@ -118,10 +118,10 @@ Shape = TypeVar("Shape")
 
 
 def shaped(answer: Any, shape: type[Shape], url: str) -> Shape:
-    """`answer`, which came from `url`, as `shape`. Raises EngineAnswerError that names the field and what came."""
+    """`answer`, which came from `url`, as `shape`. Raises EngineResponseError that names the field and what came."""
     try:
         return msgspec.convert(answer, shape)
     except msgspec.ValidationError as error:
         shown = repr(answer)
         shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
-        raise EngineAnswerError(f"{url} did not answer as SGLang does: {error}; it answered {shown}") from error
+        raise EngineResponseError(f"{url} did not answer as SGLang does: {error}; it answered {shown}") from error

@@ -120,7 +120,7 @@ class EngineRequestError(EngineError):
         return type(self), (self.url, self.status, self.body)
 
 
-class EngineAnswerError(EngineError):
+class EngineResponseError(EngineError):
     """What answered is no engine, or a broken one: the answer has not the form or the values that it must have."""
 
 

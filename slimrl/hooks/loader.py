@@ -28,7 +28,7 @@ from typing import Any
 
 from slimrl.hooks import slime_imports
 from slimrl.hooks.base import Hook, HookError, HookExitError, HookFailedError
-from slimrl.hooks.rollout_hooks import OwnDataSource
+from slimrl.hooks.rollout_hooks import CustomDataSource
 
 # modules that scripts written for slime name, and what to do where there is no such module
 _INSTEAD = {
@@ -53,8 +53,8 @@ def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
     return function
 
 
-def resolve_data_source(path: str) -> type[OwnDataSource]:
-    """The class at the dotted import path `path`, checked against `OwnDataSource`. Raises HookError as `resolve`."""
+def resolve_data_source(path: str) -> type[CustomDataSource]:
+    """The class at the dotted import path `path`, checked against `CustomDataSource`. Raises HookError as `resolve`."""
     path, found = _found(path)
     expected = "expected is a class with __init__(args), get_samples(num_groups), add_samples(groups) and __len__()"
     if not isinstance(found, type):
@@ -63,7 +63,7 @@ def resolve_data_source(path: str) -> type[OwnDataSource]:
         method = getattr(found, name, None)
         if not callable(method):
             raise HookError(f"{path} has no {name}: {expected}")
-        wanted = list(inspect.signature(getattr(OwnDataSource, name)).parameters)
+        wanted = list(inspect.signature(getattr(CustomDataSource, name)).parameters)
         offered = ["tokenizer"] if name == "__init__" and accepts_keyword(method, "tokenizer") else []
         try:
             inspect.signature(method).bind(*wanted, **dict.fromkeys(offered))
@@ -195,7 +195,7 @@ class naming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self._passes(error):  # it may be anything; nothing is swallowed
-            raise HookFailedError(f"{self._name} raised {described(error)}{own_lines(error)}") from error
+            raise HookFailedError(f"{self._name} raised {described(error)}{user_frames(error)}") from error
 
 
 def named(flag: str, path: str, contract: type[Hook]) -> Callable[..., Any]:
@@ -223,7 +223,7 @@ def described(error: BaseException) -> str:
     return f"{said}: {described(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
 
 
-def own_lines(error: BaseException) -> str:
+def user_frames(error: BaseException) -> str:
     """The traceback from the first line outside of slimrl on, each as "\n  file:line in function: code".
 
     Empty where the error comes from slimrl alone.

@@ -22,7 +22,7 @@ class DataSource(Protocol):
         ...
 
 
-class OwnDataSource(DataSource, Protocol):
+class CustomDataSource(DataSource, Protocol):
     """`--data-source-path`: a class of data sources. `__init__` is given `tokenizer` too where it takes it.
 
     Its place is kept with checkpoints, by one of two pairs: `state_dict()` and `load_state_dict(state)`, of plain

@@ -196,7 +196,7 @@ class BeforeTrainStep(Hook, Protocol):
 
 
 class UpdateWeightPostWrite(Hook, Protocol):
-    """`--custom-update-weight-post-write-path`: runs on every rank once the files of a push are written.
+    """`--custom-update-weight-post-write-path`: runs on every rank once the files of a weight update are written.
 
     `version_dir` is a Hugging Face folder, which is removed once every engine has read it; `rollout_engines` are
     `slimrl.weights.update.topology.EngineEndpoint`s, the address of each in `url`.

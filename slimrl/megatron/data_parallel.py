@@ -124,10 +124,10 @@ class ShardedReference:
         )
 
     @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """As `ReferenceWeights.swapped_in`; what has been gathered of either weights is forgotten on the way."""
+    def loaded_weights(self) -> Iterator[None]:
+        """As `ReferenceWeights.loaded_weights`; what has been gathered of either weights is forgotten on the way."""
         self._forget()
-        with self._weights.swapped_in():
+        with self._weights.loaded_weights():
             yield
             self._forget()
 

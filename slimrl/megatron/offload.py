@@ -1,7 +1,7 @@
 """Offloads a training rank between rollouts: its weights, gradients, optimizer state and NCCL communicators.
 
 Weights and optimizer state come back bit for bit, every view of them stays a view of the same memory, and gradients
-come back as zeros. Using an offloaded rank raises AsleepError. megatron-core's own offloading is not used: it moves
+come back as zeros. Using an offloaded rank raises OffloadedError. megatron-core's own offloading is not used: it moves
 optimizer tensors one by one, which turns views of the weights into copies, and it moves weights only with a distributed
 optimizer.
 
@@ -193,7 +193,7 @@ class State(enum.Enum):
     ASLEEP = "asleep"
 
 
-class AsleepError(RuntimeError):
+class OffloadedError(RuntimeError):
     """Something was asked of a rank that is not in the state for it."""
 
 
@@ -231,10 +231,10 @@ class TrainingMemory:
     def sleep(self, *, keep_weights: bool = False) -> dict[Part, int]:
         """Gives gradients and optimizer state up, and the weights and communicators too unless `keep_weights`.
 
-        Returns the bytes that are off the device now. Raises AsleepError where nothing is left to give up.
+        Returns the bytes that are off the device now. Raises OffloadedError where nothing is left to give up.
         """
         if self.state is State.ASLEEP or (keep_weights and self.state is not State.AWAKE):
-            raise AsleepError(f"the training rank cannot go to sleep: it is {self.state.value} already")
+            raise OffloadedError(f"the training rank cannot go to sleep: it is {self.state.value} already")
         leaving: tuple[Part, ...] = ("gradients", "optimizer") if keep_weights else PARTS
         self._synchronize()
         self._drop_scratch()
@@ -250,9 +250,9 @@ class TrainingMemory:
         return {part: sum(one.size for one in self._parked[part]) for part in leaving}
 
     def wake(self) -> None:
-        """Takes everything back; gradients are zero. Raises AsleepError where it is awake."""
+        """Takes everything back; gradients are zero. Raises OffloadedError where it is awake."""
         if self.state is State.AWAKE:
-            raise AsleepError("the training rank cannot be woken: it is awake already")
+            raise OffloadedError("the training rank cannot be woken: it is awake already")
         if self.state is State.ASLEEP:
             self._communicators.resume()
         for parked in (one for part in PARTS for one in self._parked.pop(part)):
@@ -267,10 +267,10 @@ class TrainingMemory:
             self._communicators.resume()
 
     def require(self, action: str, *states: State) -> None:
-        """Raises AsleepError unless the rank is in one of `states`."""
+        """Raises OffloadedError unless the rank is in one of `states`."""
         if self.state not in states:
             needed = " or ".join(state.value for state in states)
-            raise AsleepError(f"{action} needs a training rank that is {needed}, and it is {self.state.value}")
+            raise OffloadedError(f"{action} needs a training rank that is {needed}, and it is {self.state.value}")
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
         """What is on the device now, each piece of memory once."""

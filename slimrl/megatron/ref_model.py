@@ -48,7 +48,7 @@ class ReferenceWeights:
         return made
 
     @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def loaded_weights(self) -> Iterator[None]:
         """Within the block the model computes with the reference weights; afterwards its own are back, bit for bit."""
         if self._own is None:
             self._own = HostCopy(self.tensors, self._memory)

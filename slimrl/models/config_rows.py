@@ -1,7 +1,7 @@
 """The row types of the config.json tables, each a rule for reading one flag; and the rows of rotary positions.
 
 A row gives the value of a flag that config.json states. Keys that the file leaves out have the defaults of the model
-class. `Unserved` rows name what a config.json may ask for and slimrl cannot train.
+class. `Unsupported` rows name what a config.json may ask for and slimrl cannot train.
 
 Rotary positions are read from `rope_parameters` in newer files, and from `rope_theta` and `rope_scaling` in older ones.
 """
@@ -63,7 +63,7 @@ Row = Value | Switch
 
 
 @dataclasses.dataclass(frozen=True)
-class Unserved:
+class Unsupported:
     """Something a config.json may ask for that cannot be trained: `found` names it, or gives None."""
 
     found: Callable[[Config], str | None]
@@ -75,7 +75,7 @@ class FamilyTable:
 
     model_type: str
     rows: dict[str, Row]
-    unserved: tuple[Unserved, ...]
+    unserved: tuple[Unsupported, ...]
 
 
 def value(field: str, *keys: str, default: Any = None, absent: str | None = None, unset: Any = None) -> Value:
@@ -111,7 +111,7 @@ def switched(field: str, flag: str, key: str, *, default: bool, reverse: bool = 
     )
 
 
-def wrong(key: str, served: Any) -> Unserved:
+def wrong(key: str, served: Any) -> Unsupported:
     """Any value of `key` but `served` (or none) cannot be trained."""
 
     def found(config: Config) -> str | None:
@@ -119,7 +119,7 @@ def wrong(key: str, served: Any) -> Unserved:
         text = str(given).lower() if isinstance(given, bool) else repr(given)
         return None if given == served else f"{key} {text}"
 
-    return Unserved(found)
+    return Unsupported(found)
 
 
 def first(config: Config, *keys: str, default: Any = None) -> Any:
@@ -204,12 +204,12 @@ def yarn_type() -> Value:
     return computed("rope_type", "rope type", lambda config: "yarn" if kind(config) == "yarn" else None, unset="yarn")
 
 
-def only(*served: str) -> Unserved:
+def only(*served: str) -> Unsupported:
     """Kinds of positions other than `served` cannot be trained."""
-    return Unserved(lambda config: None if kind(config) in served else f"rope type {kind(config)!r}")
+    return Unsupported(lambda config: None if kind(config) in served else f"rope type {kind(config)!r}")
 
 
-def yarn_with_own_factor() -> Unserved:
+def yarn_with_own_factor() -> Unsupported:
     """Settings of YaRN that Megatron has no flag for, or computes otherwise than transformers does."""
 
     def found(config: Config) -> str | None:
@@ -224,4 +224,4 @@ def yarn_with_own_factor() -> Unserved:
             return f"rope mscale {rope['mscale']} without mscale_all_dim"
         return None
 
-    return Unserved(found)
+    return Unsupported(found)

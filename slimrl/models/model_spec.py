@@ -24,7 +24,7 @@ class ModelFlags(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentShape:
+class LatentDims:
     """Widths of multi-latent attention; `q_lora_rank` 0: queries have no latent vector."""
 
     q_lora_rank: int
@@ -58,7 +58,7 @@ class ModelShape:
     shared_ffn_hidden_size: int = 0
     shared_expert_gate: bool = False
     expert_bias: bool = False
-    latent: LatentShape | None = None
+    latent: LatentDims | None = None
 
     @property
     def heads_per_group(self) -> int:
@@ -70,7 +70,7 @@ class ModelShape:
         return bool(self.moe_layers) and self.moe_layers[layer]
 
     def has(self, condition: str) -> bool:
-        """Whether the model has what `Row.when` names. Raises KeyError for a name that no table uses."""
+        """Whether the model has what `ParamMapping.when` names. Raises KeyError for a name that no table uses."""
         return {
             "qk_layernorm": self.qk_layernorm,
             "qkv_bias": self.qkv_bias,
@@ -164,10 +164,10 @@ def moe_layers(moe_layer_freq: int | list[int], num_layers: int) -> tuple[bool, 
     return tuple(bool(flag) for flag in moe_layer_freq)
 
 
-def _latent(flags: Mapping[str, Any]) -> LatentShape | None:
+def _latent(flags: Mapping[str, Any]) -> LatentDims | None:
     if not flags["multi_latent_attention"]:
         return None
-    return LatentShape(
+    return LatentDims(
         q_lora_rank=flags["q_lora_rank"] or 0,
         kv_lora_rank=flags["kv_lora_rank"],
         qk_head_dim=flags["qk_head_dim"],

@@ -26,7 +26,7 @@ from typing import Protocol
 from slimrl.arguments import Arguments
 from slimrl.observability.metrics import axis_of, combine_steps
 from slimrl.observability.metrics.prometheus import TARGETS_FILE, PrometheusEndpoint, Target, write_targets
-from slimrl.observability.metrics.writers import TRAIN_AXIS, Charts, TensorBoard, WandbRun, WandbSettings
+from slimrl.observability.metrics.writers import TRAIN_AXIS, MetricWriter, TensorBoard, WandbRun, WandbSettings
 from slimrl.observability.summary import Summary
 from slimrl.observability.terminal import SHORT, short_evaluation, short_step
 from slimrl.processes.best_effort_files import OptionalFiles
@@ -68,7 +68,7 @@ class RunLog:
         run_dir: str | Path,
         *,
         versions: dict[str, str],
-        charts: Sequence[Charts] = (),
+        charts: Sequence[MetricWriter] = (),
         open_wandb: Callable[[str | None], WandbSettings | None] = lambda earlier_id: None,
         steps_per_rollout: int = 1,
         count_train_steps: bool = False,
@@ -118,7 +118,7 @@ class RunLog:
         }
         per_rollout = args.num_steps_per_rollout or 1
         supervised = args.loss_type == "sft_loss"
-        charts: list[Charts] = []
+        charts: list[MetricWriter] = []
         if args.use_tensorboard:
             one = args.wandb_always_use_train_step or per_rollout == 1
             charts.append(TensorBoard(Path(args.tensorboard_dir), axes_are_one=one))
@@ -313,7 +313,7 @@ def step_line(
     }
     parts = [f"step {record.step}", f"reward {record.rollout[REWARD]:.4g}"]
     parts += [f"{label} {train[name]:.3g}" for name, label in shown.items() if name in train]
-    short = {"generate": "generate", "train": "train", "update_weights": "push", "total": "total"}
+    short = {"generate": "generate", "train": "train", "update_weights": "update", "total": "total"}
     if train.get("skipped"):
         parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
     parts += _of_the_samples(record.rollout, compares_groups)

@@ -16,7 +16,7 @@ LOWEST_PORT = 20000  # below lie the ports of Ray's workers (10002 to 19999) and
 ATTEMPTS = 2000
 
 
-class PortClaim:
+class PortReservation:
     """`count` neighbouring ports, from `first` on, held until `release` or the end of this process."""
 
     def __init__(self, first: int, markers: list[socket.socket]) -> None:
@@ -29,7 +29,7 @@ class PortClaim:
             self._markers.pop().close()
 
 
-def claim_ports(count: int = 1, host: str = "127.0.0.1") -> PortClaim:
+def claim_ports(count: int = 1, host: str = "127.0.0.1") -> PortReservation:
     """Claims `count` neighbouring ports that are free on `host` and on all addresses. Raises OSError if none are."""
     highest = _first_ephemeral_port() - count
     for _ in range(ATTEMPTS):
@@ -39,7 +39,7 @@ def claim_ports(count: int = 1, host: str = "127.0.0.1") -> PortClaim:
     raise OSError(f"no {count} free neighbouring ports on {host} between {LOWEST_PORT} and {highest + count}")
 
 
-def claim_port(port: int, host: str) -> PortClaim:
+def claim_port(port: int, host: str) -> PortReservation:
     """Claims one port that the user chose. Raises OSError where another program or slimrl process has it."""
     claim = _try_claim(port, 1, host)
     if claim is None:
@@ -55,9 +55,9 @@ def _first_ephemeral_port() -> int:
     return first if first > LOWEST_PORT + 1000 else 65536
 
 
-def _try_claim(first: int, count: int, host: str) -> PortClaim | None:
+def _try_claim(first: int, count: int, host: str) -> PortReservation | None:
     markers: list[socket.socket] = []
-    claim = PortClaim(first, markers)
+    claim = PortReservation(first, markers)
     for port in range(first, first + count):
         marker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         markers.append(marker)

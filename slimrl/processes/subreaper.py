@@ -35,7 +35,7 @@ START_UP_S = 60.0
 REAP_TIMEOUT_S = 10.0
 
 
-class Guardian:
+class Subreaper:
     def __init__(self, parent: int, prefixes: list[str], command: list[str]) -> None:
         self.parent = parent
         self.prefixes = tuple(SHARED_MEMORY + prefix for prefix in prefixes)
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--shared-memory-prefix", action="append", default=[])
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    status = Guardian(args.parent, args.shared_memory_prefix, args.command).run()
+    status = Subreaper(args.parent, args.shared_memory_prefix, args.command).run()
     if os.WIFSIGNALED(status):  # end the same way, so that the parent sees the true cause
         number = os.WTERMSIG(status)
         if number not in (signal.SIGKILL, signal.SIGSTOP):

@@ -33,7 +33,7 @@ class Rewards:
     normalized: Tensor
 
 
-def rewards_of(args: Arguments, samples: list[Sample]) -> Rewards:
+def compute_rewards(args: Arguments, samples: list[Sample]) -> Rewards:
     """Raw rewards (the `--reward-key` entry where they are dicts) and what is trained on.
 
     Groups are told by `group_index`, whatever their size and place. `--custom-reward-post-process-path` replaces both.

@@ -14,11 +14,11 @@ from slimrl.arguments.namespace import EvalDataset
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.async_utils import gather_or_cancel
 from slimrl.rollout.dataset.prompt_dataset import PromptSet, load_prompts
-from slimrl.rollout.generation.sample_generator import SampleError, SampleMaker, SamplePolicy
+from slimrl.rollout.generation.sample_generator import SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.metrics import PASS_REWARD, ks_of, length_statistics, mean, pass_at_k
-from slimrl.rollout.rm_hub import RewardRule
+from slimrl.rollout.rm_hub import RewardConfig
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +71,14 @@ class _Set:
 
     dataset: EvalDataset
     prompts: PromptSet
-    plan: SamplingPlan
-    policy: SamplePolicy
+    plan: SamplingConfig
+    policy: SampleConfig
 
 
 class Evaluator:
     """Reads every data set of `args.eval_datasets` at once, so that a bad file is known before training starts."""
 
-    def __init__(self, args: Arguments, tokenizer: Any, maker: SampleMaker) -> None:
+    def __init__(self, args: Arguments, tokenizer: Any, maker: SampleGenerator) -> None:
         self._maker = maker
         self._skips = args.skip_failed_samples
         self._sets = [self._load(args, dataset, tokenizer) for dataset in args.eval_datasets]
@@ -94,12 +94,14 @@ class Evaluator:
         return {result.name: result for result in results}
 
     def _load(self, args: Arguments, dataset: EvalDataset, tokenizer: Any) -> _Set:
-        policy = SamplePolicy(
-            RewardRule(dataset.custom_rm_path, dataset.rm_type), dataset.custom_generate_function_path, evaluation=True
+        policy = SampleConfig(
+            RewardConfig(dataset.custom_rm_path, dataset.rm_type),
+            dataset.custom_generate_function_path,
+            evaluation=True,
         )
         self._maker.check(policy, f"evaluation set {dataset.name!r}")
         prompts = load_prompts(dataset.path, eval_prompt_format(args, dataset), tokenizer)
-        return _Set(dataset, prompts, SamplingPlan.for_evaluation(args, dataset), policy)
+        return _Set(dataset, prompts, SamplingConfig.for_evaluation(args, dataset), policy)
 
     async def _evaluate(self, part: _Set, rollout_id: int) -> EvalResult:
         repeats = part.dataset.n_samples_per_eval_prompt

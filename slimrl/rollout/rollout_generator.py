@@ -14,16 +14,16 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient, StoppableEngine
-from slimrl.rollout.asynchronous.async_rollout import ContinuousRollout
+from slimrl.rollout.asynchronous.async_rollout import AsyncRollout
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult, Evaluator
-from slimrl.rollout.generation.inflight_groups import HOPELESS_BATCHES, Collector, Flights, in_order
-from slimrl.rollout.generation.sample_generator import SampleMaker, SamplePolicy
-from slimrl.rollout.generation.sample_tracker import SampleTrace, SampleWhere
+from slimrl.rollout.generation.inflight_groups import MAX_CONSECUTIVE_DROPS, DynamicSampler, InflightGroups, in_order
+from slimrl.rollout.generation.sample_generator import SampleConfig, SampleGenerator
+from slimrl.rollout.generation.sample_tracker import ActiveSample, SampleTrace
 from slimrl.rollout.metrics import dynamic_filter_metrics, partial_metrics
 from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.rollout_function import RolloutOutput, call_rollout_function, checked_output, eval_results
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.sampling import SamplingConfig
 
 
 class RolloutGenerator:
@@ -36,9 +36,9 @@ class RolloutGenerator:
         self._engine = StoppableEngine(client)
         self._scorer = RewardScorer(args)
         self._trace = trace if trace is not None else SampleTrace.off()
-        self._maker = SampleMaker(args, tokenizer, self._engine, self._scorer, self._trace)
-        self._maker.check(SamplePolicy.for_training(args), "--rm-type")
-        self._plan = SamplingPlan.for_training(args)
+        self._maker = SampleGenerator(args, tokenizer, self._engine, self._scorer, self._trace)
+        self._maker.check(SampleConfig.for_training(args), "--rm-type")
+        self._plan = SamplingConfig.for_training(args)
         self._evaluator = Evaluator(args, tokenizer, self._maker)
         self._filter = _hook(args.dynamic_sampling_filter_path, hooks.DynamicSamplingFilter)
         self._sample_filter = _hook(args.rollout_sample_filter_path, hooks.SampleFilter)
@@ -47,7 +47,7 @@ class RolloutGenerator:
         self._eval_path = args.eval_function_path or args.rollout_function_path
         self._eval_function = _rollout_function(self._eval_path)
         self._expected = 0
-        self.continuous: ContinuousRollout | None = None
+        self.continuous: AsyncRollout | None = None
         self._turn = asyncio.Lock()  # a full batch aborts whatever is in flight, which must be nobody else's
 
     def progress(self) -> tuple[int, int]:
@@ -56,16 +56,16 @@ class RolloutGenerator:
             return self.continuous.progress()
         return self._maker.finished, self._expected
 
-    def under_way(self) -> list[SampleWhere]:
+    def under_way(self) -> list[ActiveSample]:
         """The samples that somebody works on now, the slowest first; may be called from any thread."""
         return self._maker.under_way.where()
 
     def generate_on(self, data_source: RolloutDataSource, requests: int) -> None:
         """Groups of `data_source` are always on their way from now on; the engines take `requests` at once."""
         engine = StoppableEngine(self._client)
-        maker = SampleMaker(self._args, self._tokenizer, engine, self._scorer, self._trace)
+        maker = SampleGenerator(self._args, self._tokenizer, engine, self._scorer, self._trace)
         maker.under_way = self._maker.under_way
-        self.continuous = ContinuousRollout(self._args, maker, engine, self._plan, self._filter, data_source, requests)
+        self.continuous = AsyncRollout(self._args, maker, engine, self._plan, self._filter, data_source, requests)
 
     async def generate_rollout(
         self, rollout_id: int, data_source: RolloutDataSource, *, saved: bool = True
@@ -116,8 +116,8 @@ class RolloutGenerator:
         """A full batch of groups, each generated, judged and accepted.
 
         With a dynamic sampling filter or `--partial-rollout`, `--over-sampling-batch-size` prompts are sent out at a
-        time. What is left when the batch is full goes back to the data source (see `Flights.land`). With neither,
-        exactly the batch is drawn: taking the first to finish would prefer short responses.
+        time. What is left when the batch is full goes back to the data source (see `InflightGroups.land`). With
+        neither, exactly the batch is drawn: taking the first to finish would prefer short responses.
         Raises SampleError, RuntimeError where the filter drops everything, and HookFailedError.
         """
         args = self._args
@@ -125,8 +125,8 @@ class RolloutGenerator:
         over_samples = self._filter is not None or args.partial_rollout
         self._maker.finished, self._expected = 0, target * args.n_samples_per_prompt
         self._engine.start()
-        collector = Collector(args, self._filter, max(len(data_source), HOPELESS_BATCHES * target))
-        flights = Flights(args, rollout_id, self._maker, self._engine, self._plan)
+        collector = DynamicSampler(args, self._filter, max(len(data_source), MAX_CONSECUTIVE_DROPS * target))
+        flights = InflightGroups(args, rollout_id, self._maker, self._engine, self._plan)
         try:
             while len(collector.accepted) < target:
                 missing = target - len(collector.accepted) - len(flights)
@@ -187,7 +187,7 @@ class RolloutGenerator:
             with hooks.naming("--rollout-all-samples-process-path", args.rollout_all_samples_process_path):
                 self._process_all(args, in_order(accepted + dropped), data_source)
 
-    def _metrics(self, rollout_id: int, collector: Collector, surplus: list[list[Sample]]) -> dict[str, float]:
+    def _metrics(self, rollout_id: int, collector: DynamicSampler, surplus: list[list[Sample]]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._filter is not None:
             metrics |= dynamic_filter_metrics(collector.drops, len(surplus))

@@ -19,7 +19,7 @@ def sampling_seed(*identity: int | str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingPlan:
+class SamplingConfig:
     """How a data set is sampled; `base` holds the engine's sampling parameters without a seed."""
 
     base: dict[str, Any]
@@ -27,7 +27,7 @@ class SamplingPlan:
     seed_identity: tuple[int | str, ...] | None  # None: the engine draws as it likes
 
     @classmethod
-    def for_training(cls, args: Arguments) -> SamplingPlan:
+    def for_training(cls, args: Arguments) -> SamplingConfig:
         """From the `--rollout-*` flags; one seed per sample only where an engine may be deterministic."""
         base = {
             "temperature": args.rollout_temperature,
@@ -44,7 +44,7 @@ class SamplingPlan:
         return cls(base, limit, (args.rollout_seed,) if _takes_seeds(args) else None)
 
     @classmethod
-    def for_evaluation(cls, args: Arguments, dataset: EvalDataset) -> SamplingPlan:
+    def for_evaluation(cls, args: Arguments, dataset: EvalDataset) -> SamplingConfig:
         """From an evaluation set's own values; temperature 0 is greedy."""
         base = {
             "temperature": dataset.temperature,

@@ -43,7 +43,7 @@ class Addition:
         return self.left + self.right
 
     @property
-    def forgetful_answer(self) -> int:
+    def noisy_answer(self) -> int:
         """The sum with the carry from the ones to the tens left out (the right sum where there is none)."""
         return self.answer - 10 if self.needs_carry else self.answer
 
@@ -133,7 +133,7 @@ def warm_start(
     """Train ``model`` in place; the same seed gives the same weights on the same machine."""
     prompts = encode_prompts(tokenizer, problems)
     right = encode_answers(tokenizer, [problem.answer for problem in problems])
-    forgetful = encode_answers(tokenizer, [problem.forgetful_answer for problem in problems])
+    forgetful = encode_answers(tokenizer, [problem.noisy_answer for problem in problems])
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()

@@ -21,7 +21,7 @@ from slimrl.weights.reshard import listed
 _GIB = 1024**3
 
 
-class NewFolder:
+class AtomicDir:
     """A context manager; `partial` is the folder to write into while it is open."""
 
     def __init__(self, folder: Path, *, replace: Collection[str] = (), needed_bytes: int = 0) -> None:
@@ -37,7 +37,7 @@ class NewFolder:
         self._check_free()
         check_space(self.folder, needed_bytes)
 
-    def __enter__(self) -> NewFolder:
+    def __enter__(self) -> AtomicDir:
         self.open()
         return self
 

@@ -15,26 +15,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from slimrl.models.families import Family
-from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES, Layout, Row
+from slimrl.models.families import ModelMapping
+from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES, Layout, ParamMapping
 from slimrl.models.model_spec import ModelShape
 
 Empty = Callable[[tuple[int, ...]], Tensor]
 
 
-def hf_shapes(row: Row, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+def hf_shapes(row: ParamMapping, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
     """The full shape of each Hugging Face tensor of the row."""
     return tuple(tuple(shape.dimension(dim) for dim in part.dims) for part in row.hf)
 
 
-def megatron_shape(row: Row, shape: ModelShape) -> tuple[int, ...]:
+def megatron_shape(row: ParamMapping, shape: ModelShape) -> tuple[int, ...]:
     """The shape of the row's Megatron tensor without tensor parallelism."""
     parts = hf_shapes(row, shape)
     rows = shape.padded_vocab_size if row.padded_vocab else sum(part[0] for part in parts)
     return (rows, *parts[0][1:])
 
 
-def local_shape(row: Row, shape: ModelShape, *, size: int) -> tuple[int, ...]:
+def local_shape(row: ParamMapping, shape: ModelShape, *, size: int) -> tuple[int, ...]:
     """The shape of one shard out of `size`."""
     full = list(megatron_shape(row, shape))
     if row.shard_dim is not None:
@@ -62,7 +62,7 @@ def _check_divides(size_flag: str, size: int, *divided: tuple[str, int]) -> None
             raise ValueError(f"{size_flag} {size} does not divide {flag} ({value}): choose a size that divides it")
 
 
-def to_shard(row: Row, parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+def to_shard(row: ParamMapping, parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
     """The Megatron tensor of tensor-parallel `rank` out of `size`, from the row's full HF tensors.
 
     For the row of an expert these are its expert-tensor-parallel rank and size. Only the rank's own slices of
@@ -80,7 +80,7 @@ def to_shard(row: Row, parts: list[Tensor], shape: ModelShape, *, rank: int, siz
     return full if row.shard_dim is None else _slice(full, row.shard_dim, rank, size)
 
 
-def from_shards(row: Row, shards: list[Tensor], shape: ModelShape, empty: Empty | None = None) -> list[Tensor]:
+def from_shards(row: ParamMapping, shards: list[Tensor], shape: ModelShape, empty: Empty | None = None) -> list[Tensor]:
     """The row's full HF tensors (vocabulary padding removed) from the shards of all ranks, in rank order.
 
     The result may share memory with `shards`; what cannot is made by `empty(shape)`, left out: in new memory.
@@ -151,19 +151,19 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:LISTED_NAMES]) + more
 
 
-def redundant_head(names: Iterable[str], family: Family, shape: ModelShape) -> str | None:
+def redundant_head(names: Iterable[str], family: ModelMapping, shape: ModelShape) -> str | None:
     """The name of a stored output head that repeats the tied embedding, None where there is none."""
     head = family.head.hf[0].name
     return head if shape.tied and head in set(names) else None
 
 
 def check_hf_names(
-    names: Iterable[str], family: Family, shape: ModelShape, where: str, carried: tuple[str, ...] = ()
+    names: Iterable[str], family: ModelMapping, shape: ModelShape, where: str, carried: tuple[str, ...] = ()
 ) -> None:
     """Raises ValueError naming the tensors of `where` that are missing or left over.
 
     Buffers that follow from the config are not counted, nor is a redundant head of a tied model, nor names that
-    begin with one of `carried` (`Family.carried_prefixes`).
+    begin with one of `carried` (`ModelMapping.carried_prefixes`).
     """
     stored = {name for name in names if not name.endswith(NON_PARAMETER_SUFFIXES) and not name.startswith(carried)}
     expected = set(family.hf_names(shape))
@@ -180,7 +180,7 @@ def check_hf_names(
         )
 
 
-def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: Family, shape: ModelShape, where: str) -> None:
+def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: ModelMapping, shape: ModelShape, where: str) -> None:
     """Raises ValueError naming the first tensor whose shape is not what the sizes ask for."""
     for row in family.rows(shape):
         for part, wanted in zip(row.hf, hf_shapes(row, shape), strict=True):
@@ -210,7 +210,7 @@ def global_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
     return tensors
 
 
-def find(row: Row, tensors: Mapping[str, object]) -> str | None:
+def find(row: ParamMapping, tensors: Mapping[str, object]) -> str | None:
     """The spelling of the row that `tensors` has, None where it has none."""
     return next((name for name in row.megatron if name in tensors), None)
 

@@ -93,7 +93,7 @@ _FACTORIES = (int, float, str, list, dict, set, tuple, bool)  # of a defaultdict
 _MODEL_TYPES = ("megatron.core.enums", "megatron.core.transformer.enums")
 
 
-class RefusedPickleError(ValueError):
+class UnsafePickleError(ValueError):
     """A file names something that is not in the tables of what a checkpoint needs; opening it would call that."""
 
 
@@ -126,14 +126,14 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: str | Path) -> Metadata:
     """What the file `.metadata` of the torch_dist checkpoint `folder` says.
 
-    Raises RefusedPickleError for one that asks for anything beyond torch's format, and ValueError for a damaged one or
+    Raises UnsafePickleError for one that asks for anything beyond torch's format, and ValueError for a damaged one or
     one that places tensors outside the folder.
     """
     path = Path(folder) / METADATA_NAME
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file, str(path), _OF_METADATA).load()
-    except (OSError, RefusedPickleError):
+    except (OSError, UnsafePickleError):
         raise
     except Exception as error:  # damaged bytes are read as any instruction, with arguments of any kind
         raise ValueError(f"{path} is damaged ({error}): copy the checkpoint again") from error
@@ -157,7 +157,7 @@ def load_plain(file: IO[bytes] | Path, where: str | Path) -> Any:
 
     A defaultdict comes as a dict.
 
-    Raises RefusedPickleError, naming `where` and what the file asks for, where it holds anything else.
+    Raises UnsafePickleError, naming `where` and what the file asks for, where it holds anything else.
     """
     try:
         with torch.serialization.safe_globals(_plain()):
@@ -205,8 +205,8 @@ def _plain() -> list[tuple[Any, str]]:
     return numpys + types + enums
 
 
-def _refused(where: str, what: str) -> RefusedPickleError:
-    return RefusedPickleError(
+def _refused(where: str, what: str) -> UnsafePickleError:
+    return UnsafePickleError(
         f"{where} asks for {what}, which is not among what a checkpoint is known to need and might run anything when"
         " the file is opened: nothing of it was run; take the checkpoint again from where it was made, or have it saved"
         " with plain values in that place"

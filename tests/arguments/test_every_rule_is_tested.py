@@ -9,7 +9,8 @@ from slimrl.arguments import validation
 # rules whose tests are written out one by one: file -> their names; the other files have a table, `CASES`
 WRITTEN_OUT = {
     "asynchrony": (
-        "asynchrony_has_its_program continuous_generation_is_alone pushes_keep_up requests_can_go_on async_is_split"
+        "asynchrony_has_its_program continuous_generation_is_alone weight_updates_keep_up requests_can_go_on"
+        " async_is_split"
     ),
     "charts": ("charts_have_their_switch timeline_is_on wandb_is_installed prometheus_port_is_free ports_are_apart"),
     "colocation": "offloaded_sides_take_turns offload_is_said_once",

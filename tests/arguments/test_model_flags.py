@@ -187,7 +187,7 @@ def test_the_width_of_the_feed_forward_block_follows_megatron_where_it_is_not_gi
     assert args.ffn_hidden_size == 6784  # int(4 * 2560 * 2 / 3) = 6826 = 106 * 64 + 42
 
 
-def test_servers_are_not_started_from_quantised_weights_which_a_push_would_spoil(recipe):
+def test_servers_are_not_started_from_quantised_weights_which_a_weight_update_would_spoil(recipe):
     recipe.write_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     (sentence,) = sentences(recipe.line())
     assert sentence.startswith("--hf-checkpoint holds weights quantised as 'fp8' and its servers would take trained")

@@ -67,7 +67,7 @@ def test_what_can_run_beside_training_passes(recipe, more, in_flight):
         (
             "--max-weight-staleness 1 --update-weights-interval 3",
             "--max-weight-staleness 1 cannot be kept with --update-weights-interval 3, with which engines are 2"
-            " rollouts behind before each push: give at least 2, or push more often.",
+            " rollouts behind before each weight update: give at least 2, or update more often.",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_train_py_refuses_what_runs_beside_training(recipe, flag):
 def test_an_sglang_that_would_read_stale_keys_and_values_is_told_not_to(recipe, installed, flag):
     installed("0.5.20.post1")
     assert problems(recipe, flag)[1] == [
-        f"{flag} pushes weights under running requests, which SGLang 0.5.20.post1 continues with stale keys and values"
+        f"{flag} updates weights under running requests, which SGLang 0.5.20.post1 continues with stale keys and values"
         " out of its radix cache: add --sglang-disable-radix-cache, install sglang 0.5.21 or later, or give"
         " --no-update-weights-in-flight."
     ]

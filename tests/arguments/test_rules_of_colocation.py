@@ -44,7 +44,7 @@ def test_a_side_that_is_not_there_is_not_offloaded(recipe):
     assert "--offload-rollout is off with --debug-train-only: no engine is started." in args.notes
     args, problems = read_args(recipe.line("--debug-rollout-only --offload-train"))
     assert problems == [] and "--offload-train is off with --debug-rollout-only: no trainer is started." in args.notes
-    for asked in ("--offload", "--offload-rollout"):  # no push would ever bring released engines back
+    for asked in ("--offload", "--offload-rollout"):  # no weight update would ever bring released engines back
         args, problems = read_args(recipe.line(f"--debug-rollout-only {asked}"))
         assert problems == [] and (args.offload_train, args.offload_rollout) == (False, False)
         assert "--offload-rollout is off with --debug-rollout-only: no trainer is started." in args.notes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
-from slimrl.arguments.dry_run import Machine, Surroundings, make_plan, warnings
+from slimrl.arguments.dry_run import Machine, PlanContext, make_plan, warnings
 from tests.arguments.conftest import write_tokenizer
 from tests.arguments.plan.test_files import safetensors
 
@@ -177,7 +177,7 @@ def test_weights_that_nobody_loads_need_not_be_there(recipe, more, monkeypatch):
 
 
 def test_a_plan_without_weights_says_that_a_run_would_be_refused(recipe):
-    surroundings = Surroundings(Machine(gpus=(), host=None))
+    surroundings = PlanContext(Machine(gpus=(), host=None))
     line = recipe.line("--dry-run --gpu-memory-gib 80")
     assert warnings(make_plan(read_args(line)[0], "train.py", surroundings)) == []
     (recipe.dir / "hf" / "pytorch_model.bin").unlink()

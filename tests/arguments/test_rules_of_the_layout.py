@@ -138,8 +138,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--update-weights-interval 2",
-                "--update-weights-interval 2 belongs to train_async.py; train.py pushes after every rollout: leave it"
-                " out.",
+                "--update-weights-interval 2 belongs to train_async.py; train.py updates weights after every rollout:"
+                " leave it out.",
             )
         ],
     ),

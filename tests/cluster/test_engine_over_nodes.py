@@ -18,7 +18,7 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
-from slimrl.cluster.engines.engine_group import Fleet
+from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles, plan_gpus
 from slimrl.engines.sglang.server import ServerProcess
@@ -61,7 +61,7 @@ def two_nodes() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def fleet(two_nodes: Cluster, folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(two_nodes: Cluster, folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
     args = tiny_args(
         hf_checkpoint=str(folders[0]),
         run_dir=str(tmp_path_factory.mktemp("run")),
@@ -76,7 +76,7 @@ def fleet(two_nodes: Cluster, folders: list[Path], tmp_path_factory: pytest.Temp
     gpus = GpuBundles(plan_gpus(args))
     fleet = None
     try:
-        fleet = asyncio.run(Fleet.start(args, gpus, Launch.of_run(args)))
+        fleet = asyncio.run(EngineGroup.start(args, gpus, Launch.of_run(args)))
         yield fleet
     finally:
         if fleet is not None:
@@ -144,7 +144,9 @@ def test_it_takes_weights_from_the_trainers_on_its_gpus_and_from_elsewhere(fleet
     args = tiny_args(tensor_model_parallel_size=2)
     with RankPool(2) as pool:
         for way, version, folder in (("colocated", "1", folders[1]), ("split", "2", folders[2])):
-            results = pool.run(ranks.push, args, folder, fleet.endpoints, way, version, tmp_path, timeout_s=180)
+            results = pool.run(
+                ranks.update_weights, args, folder, fleet.endpoints, way, version, tmp_path, timeout_s=180
+            )
             assert not any(isinstance(result, str) for result in results), results
             assert_serves(fleet.endpoints[0].url, folder, version)
 

@@ -14,7 +14,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_group import ExternalEngine
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer, check_somebody_listens
-from slimrl.engines.sglang.router import RunningRouter
+from slimrl.engines.sglang.router import ExternalRouter
 from tests.megatron.launch import free_port
 
 STARTED = (1.0, None, None)
@@ -91,11 +91,15 @@ async def server_of(folder, version: str, *, makes_tokens: bool = True, instead:
     ("version", "makes_tokens", "refusal"),
     [
         ("default", True, None),
-        ("17", True, "it has the weights '17' of another run, and --debug-rollout-only pushes none: start it anew"),
+        (
+            "17",
+            True,
+            "it has the weights '17' of another run, and --debug-rollout-only updates none: start it anew",
+        ),
         (
             "default",
             False,
-            "it makes no token within 25 s, as after a push that was cut off: POST /continue_generation",
+            "it makes no token within 25 s, as after a weight update that was cut off: POST /continue_generation",
         ),
     ],
 )
@@ -107,7 +111,7 @@ def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path,
             args = Arguments(hf_checkpoint=str(tmp_path), debug_rollout_only=debug_rollout_only)
             await ExternalEngine(address, 0, args).start(5)
 
-    asyncio.run(start(debug_rollout_only=False))  # a push makes it right
+    asyncio.run(start(debug_rollout_only=False))  # a weight update makes it right
     expected = pytest.raises(EngineError, match=re.escape(refusal)) if refusal else contextlib.nullcontext()
     with expected:
         asyncio.run(start(debug_rollout_only=True))
@@ -166,7 +170,7 @@ def test_a_router_of_the_users_that_answers_garbage_is_named(answer, wrong):
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             with pytest.raises(EngineError, match="the router .* .--sglang-router-ip, --sglang-router-port") as refused:
-                await asyncio.to_thread(RunningRouter("127.0.0.1", runner.addresses[0][1]).check)
+                await asyncio.to_thread(ExternalRouter("127.0.0.1", runner.addresses[0][1]).check)
             assert wrong in str(refused.value)
         finally:
             await runner.cleanup()

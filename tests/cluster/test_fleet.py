@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.engine_group import Fleet
+from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.engines.sglang.router import RouterProcess
 
 ROUTER_READY_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class EngineKilledWhileClosing:
 
 def test_functions_of_the_users_find_the_router_where_slime_has_its_address():
     args = Arguments(rm_type="math")
-    told = Fleet([], [], None, "http://10.0.0.7:3100", 30.0).reachable(args)
+    told = EngineGroup([], [], None, "http://10.0.0.7:3100", 30.0).reachable(args)
     assert (told.sglang_router_ip, told.sglang_router_port, told.rm_type) == ("10.0.0.7", 3100, "math")
     assert args.sglang_router_ip is None
 
@@ -42,7 +42,7 @@ def test_a_fleet_that_is_closed_reports_no_death(tmp_path):
         router.start()
         try:
             router.wait_alive(ROUTER_READY_TIMEOUT_S)
-            fleet = Fleet([EngineKilledWhileClosing()], [], router, router.url, 30.0)
+            fleet = EngineGroup([EngineKilledWhileClosing()], [], router, router.url, 30.0)
             watch = asyncio.ensure_future(fleet.watch())
             await asyncio.sleep(0)
             assert not watch.done()

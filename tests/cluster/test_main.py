@@ -21,7 +21,7 @@ from slimrl.data.watched_file import ChangedDataError
 from slimrl.observability import run_log, terminal
 from slimrl.processes.folders import only_run_in
 from slimrl.rollout.generation.sample_generator import SampleError
-from slimrl.rollout.rm_hub.scorer import NoVerdictsError
+from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
 
 
 def test_secrets_leave_the_command_before_anything_records_it(monkeypatch):
@@ -31,7 +31,7 @@ def test_secrets_leave_the_command_before_anything_records_it(monkeypatch):
     monkeypatch.setattr(main, "prepare_ray_environment", lambda: None)
     monkeypatch.setattr(dry_run, "dry_run", lambda args, entry: 7)
     shown = []
-    monkeypatch.setattr(main, "show_as", shown.append)
+    monkeypatch.setattr(main, "set_process_title", shown.append)
     assert main.main("train.py", lambda run: None) == 7
     hidden = ["train.py", "--rm-url", "http://***@judge", "--router-oracle-password", "***", "--train-env-vars", "***"]
     assert shown == [hidden]
@@ -53,7 +53,7 @@ def end(monkeypatch, caplog):
     """Runs `main` with a loop that fails; returns the exit code and what was logged."""
     monkeypatch.setattr(main, "parse_args", lambda *_, **__: Arguments())
     for module, name in (
-        (main, "show_as"),
+        (main, "set_process_title"),
         (main, "prepare_ray_environment"),
         (main, "_Interrupts"),
         (terminal, "setup_logging"),
@@ -75,7 +75,7 @@ def end(monkeypatch, caplog):
     return run
 
 
-@pytest.mark.parametrize("kind", [NoVerdictsError, SampleError, ChangedDataError])
+@pytest.mark.parametrize("kind", [TooManyGraderFailuresError, SampleError, ChangedDataError])
 def test_an_error_with_a_sentence_is_that_sentence(end, kind):
     code, record = end(kind("rollout 3: mend the grader"))
     assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: mend the grader", None)
@@ -154,7 +154,7 @@ def test_a_second_run_on_one_save_folder_is_refused_before_ray_starts(end, monke
 
     monkeypatch.undo()
     monkeypatch.setattr(main, "parse_args", lambda *_, **__: args)
-    for name in ("show_as", "prepare_ray_environment", "_Interrupts"):
+    for name in ("set_process_title", "prepare_ray_environment", "_Interrupts"):
         monkeypatch.setattr(main, name, lambda *_: None)
     monkeypatch.setattr(terminal, "setup_logging", lambda *_: None)
     monkeypatch.setattr(run_log, "make_private", lambda *_: None)

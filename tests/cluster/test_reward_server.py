@@ -12,13 +12,13 @@ from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles, PlacementPlan
 from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused
 from tests.reward_models import logits, write_reward_model
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-JUDGED = RewardRule(None, "reward_model")
+JUDGED = RewardConfig(None, "reward_model")
 
 
 def sample(index: int, question: str, response: str) -> Sample:

@@ -20,7 +20,7 @@ STEP = {"loss": 0.0, "grad_norm": 0.25, "kl_loss": 0.0, "ratio_max_abs_diff": 0.
 
 def test_the_step_that_ends_a_run_is_in_its_summary(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "answers", lambda asked: [])
-    trainers = types.SimpleNamespace(train=lambda *_: [STEP], progress=None, memory=lambda: [], last_push={})
+    trainers = types.SimpleNamespace(train=lambda *_: [STEP], progress=None, memory=lambda: [], last_weight_update={})
     manager = types.SimpleNamespace(memory=types.SimpleNamespace(remote=lambda: None))
     rollout = types.SimpleNamespace(
         rollout_id=0, batches=[], metrics={"rollout/raw_reward": 0.5}, weight_version="0", seconds=1.0

@@ -1,4 +1,4 @@
-"""The driver's verbs around a push: servers that are replaced while it waits, and what is saved when."""
+"""The driver's verbs around a weight update: servers that are replaced while it waits, and what is saved when."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class World:
         self.waits: list[str] = []
         self._lost_in = lost_in
         self._rescue = None
-        self.last_push: dict[str, float] = {}
+        self.last_weight_update: dict[str, float] = {}
 
     def get(self, refs, awaited, progress=None):
         self.waits.append(awaited.what)
@@ -44,17 +44,17 @@ class World:
         return list(refs)
 
     @contextlib.contextmanager
-    def while_idle(self, version, rescue):
+    def trainer_idle(self, version, rescue):
         self._rescue = rescue
         self._lose("idle")
         yield
         self._rescue = None
 
-    def push(self, version, update):
+    def sync_weights(self, version, update):
         update(version)
 
     def update_weights(self, version):
-        self.calls.append(("push", version))
+        self.calls.append(("update_weights", version))
 
     def progress(self):
         return 0, 0
@@ -75,35 +75,41 @@ def run_in(world: World, **changes) -> Run:
 
 
 @pytest.mark.parametrize("lost_in", ["idle", "drain", None])
-def test_servers_rescued_while_requests_are_drained_are_not_pushed_to_again_and_generation_goes_on(lost_in):
+def test_servers_rescued_while_requests_are_drained_are_not_updated_again_and_generation_goes_on(lost_in):
     world = World(lost_in)
     run = run_in(world)
     run.update_weights(0)
     run.train(SimpleNamespace(rollout_id=0, metrics={}, batches=[]))
-    run.make_way(("generate", 1))
+    run.drain_generation(("generate", 1))
     run.update_weights(1)
-    assert [call for call in world.calls if call[0] == "push"] == [("push", 0), ("push", 1)]
-    assert world.calls[-1] == ("weights_are", 1, 9)  # whatever the drain held back
+    assert [call for call in world.calls if call[0] == "update_weights"] == [
+        ("update_weights", 0),
+        ("update_weights", 1),
+    ]
+    assert world.calls[-1] == ("set_weight_version", 1, 9)  # whatever the drain held back
     assert run.weight_version == 1
 
 
-def test_the_weights_that_trainers_hold_are_pushed_again_where_no_server_has_them():
+def test_the_weights_that_trainers_hold_are_updated_again_where_no_server_has_them():
     world = World("drain")
     run = run_in(world)
     run.update_weights(0)
-    run.make_way(("generate", 1))
-    assert [call for call in world.calls if call[0] == "push"] == [("push", 0), ("push", 0)]
+    run.drain_generation(("generate", 1))
+    assert [call for call in world.calls if call[0] == "update_weights"] == [
+        ("update_weights", 0),
+        ("update_weights", 0),
+    ]
 
 
 def test_a_wait_for_groups_on_their_way_is_not_called_one_for_a_rollout():
     world = World(None)
     run = run_in(world)
     generation = run.start_generation(4)
-    run.make_way(generation)
+    run.drain_generation(generation)
     assert world.waits == ["the groups on their way"]
     one_ahead = World(None)
     run = run_in(one_ahead, max_weight_staleness=None)
-    run.make_way(run.start_generation(4))
+    run.drain_generation(run.start_generation(4))
     assert one_ahead.waits == ["generate of rollout 4"]
 
 

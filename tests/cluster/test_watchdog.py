@@ -14,17 +14,17 @@ import pytest
 
 from slimrl.cluster import watchdog
 from slimrl.cluster.watchdog import (
-    Awaited,
-    GenerationWhere,
-    Patience,
-    RankWhere,
+    RankStatus,
+    RolloutStatus,
     Wait,
-    WaitedTooLongError,
-    of_generation,
-    of_ranks,
+    WaitTarget,
+    WatchdogConfig,
+    WatchdogTimeoutError,
+    format_rank_status,
+    format_rollout_status,
 )
 from slimrl.engines.sglang.control import ServerLoad, load_of
-from slimrl.rollout.generation.sample_tracker import LoopWatch, SampleWhere
+from slimrl.rollout.generation.sample_tracker import ActiveSample, LoopMonitor
 
 
 @pytest.fixture
@@ -43,7 +43,9 @@ def clock(monkeypatch):
 
 
 def test_a_wait_is_reported_after_twice_as_long_each_time(clock, caplog):
-    wait = Wait(Patience(120.0, None), Awaited("train of rollout 7", lambda places: f"{list(places)} are late"))
+    wait = Wait(
+        WatchdogConfig(120.0, None), WaitTarget("train of rollout 7", lambda places: f"{list(places)} are late")
+    )
     with caplog.at_level(logging.WARNING, "slimrl"):
         for waited, remaining in ((0, 120), (119, 1), (120, 0), (121, 119), (239, 1), (300, 0), (400, 80)):
             clock.now = 1000.0 + waited
@@ -55,24 +57,28 @@ def test_a_wait_is_reported_after_twice_as_long_each_time(clock, caplog):
 
 def test_a_report_names_the_servers_that_keep_those_who_are_waited_for(clock, caplog):
     said = iter(["SGLang server 1 (http://b:4) does not answer", ""])
-    wait = Wait(Patience(60.0, None), Awaited("the push of weights 3", lambda _: "rank 0 in _push"), lambda: next(said))
+    wait = Wait(
+        WatchdogConfig(60.0, None),
+        WaitTarget("the weight update 3", lambda _: "rank 0 in _update_weights"),
+        lambda: next(said),
+    )
     with caplog.at_level(logging.WARNING, "slimrl"):
         for waited in (10, 60, 120):
             clock.now = 1000.0 + waited
             wait.look([0])
     assert [record.getMessage() for record in caplog.records] == [
-        "waiting 60 s for the push of weights 3: rank 0 in _push; SGLang server 1 (http://b:4) does not answer",
-        "waiting 120 s for the push of weights 3: rank 0 in _push",
+        "waiting 60 s for the weight update 3: rank 0 in _update_weights; SGLang server 1 (http://b:4) does not answer",
+        "waiting 120 s for the weight update 3: rank 0 in _update_weights",
     ]
 
 
 def test_a_limit_ends_the_wait_with_the_report(clock):
-    wait = Wait(Patience(0.0, 60.0), Awaited("save after rollout 3", lambda _: "rank 2 in save"))
+    wait = Wait(WatchdogConfig(0.0, 60.0), WaitTarget("save after rollout 3", lambda _: "rank 2 in save"))
     clock.now += 59
     assert wait.remaining() == 1
     wait.look([2])
     clock.now += 1
-    with pytest.raises(WaitedTooLongError) as failure:
+    with pytest.raises(WatchdogTimeoutError) as failure:
         wait.look([2])
     assert str(failure.value) == (
         "waiting 60 s for save after rollout 3: rank 2 in save; the run ends (--watchdog-limit-seconds 60)"
@@ -80,13 +86,13 @@ def test_a_limit_ends_the_wait_with_the_report(clock):
 
 
 def test_a_watchdog_that_is_off_waits_for_ever(clock):
-    wait = Wait(Patience(0.0, None), Awaited("anything", lambda _: pytest.fail("nobody is to be asked")))
+    wait = Wait(WatchdogConfig(0.0, None), WaitTarget("anything", lambda _: pytest.fail("nobody is to be asked")))
     assert wait.remaining() is None
     clock.now += 1e9
     wait.look([0])
 
 
-def rank(number: int, done: int, **changes) -> RankWhere:
+def rank(number: int, done: int, **changes) -> RankStatus:
     values = dict(
         pid=100 + number,
         node="10.0.0.1",
@@ -98,13 +104,13 @@ def rank(number: int, done: int, **changes) -> RankWhere:
         frames=[],
         log=f"logs/train-rank{number}.log",
     )
-    return RankWhere(rank=number, **(values | changes))
+    return RankStatus(rank=number, **(values | changes))
 
 
 def test_the_rank_that_is_furthest_behind_stands_first():
     frames = ["/lib/gloo.py:7 all_reduce", "/home/me/slimrl/megatron/trainer.py:80 train"]
     ranks = [rank(0, 5), rank(1, 5), rank(2, 8, method=None), rank(3, 4, state="stopped"), rank(4, 8, frames=frames)]
-    assert of_ranks([*ranks, None], [0, 1, 3, 4, 5]) == (
+    assert format_rank_status([*ranks, None], [0, 1, 3, 4, 5]) == (
         "rank 5 cannot be asked: no answer of the actor;"
         " rank 3 (pid 103 on 10.0.0.1) in micro-batch 4 of 8 for 118 s, process stopped"
         " (stacks in logs/train-rank3.log);"
@@ -115,40 +121,40 @@ def test_the_rank_that_is_furthest_behind_stands_first():
     )
 
 
-def generation(**changes) -> GenerationWhere:
-    values = dict(doing="", finished=61, expected=64, samples=[], in_flight=0, blocked_at="", servers=[], log="r.log")
-    return GenerationWhere(**(values | changes))
+def generation(**changes) -> RolloutStatus:
+    values = dict(doing="", finished=61, expected=64, samples=[], in_flight=0, blocked_line="", servers=[], log="r.log")
+    return RolloutStatus(**(values | changes))
 
 
 def test_unfinished_samples_are_named_with_what_they_wait_for():
     samples = [
-        SampleWhere(12, 3, "generation", 120.0, "client.py:149 _post"),
-        SampleWhere(40, 10, "generation", 119.0, "client.py:149 _post"),
-        SampleWhere(41, 10, "the reward", 2.0, ""),
+        ActiveSample(12, 3, "generation", 120.0, "client.py:149 _post"),
+        ActiveSample(40, 10, "generation", 119.0, "client.py:149 _post"),
+        ActiveSample(41, 10, "the reward", 2.0, ""),
     ]
     servers = [ServerLoad("http://a", 2, 0, 0.1), ServerLoad("http://b", 1, 0, 90.0), ServerLoad("http://c")]
-    assert of_generation(generation(samples=samples, in_flight=2, servers=servers)) == (
+    assert format_rollout_status(generation(samples=samples, in_flight=2, servers=servers)) == (
         "3 of 64 samples unfinished; samples 12, 40 in generation for 120 s at client.py:149 _post;"
         " sample 41 in the reward for 2 s; 2 requests in flight; server http://a runs 2 and queues 0,"
         " server http://b runs 1 and queues 0, but its scheduler has said nothing for 90 s,"
         " server http://c does not answer"
     )
-    assert of_generation(None) == "the rollout manager cannot be asked: no answer of the actor"
+    assert format_rollout_status(None) == "the rollout manager cannot be asked: no answer of the actor"
 
 
 def test_of_a_blocked_loop_the_sample_that_blocks_it_is_named():
     samples = [
-        SampleWhere(12, 3, "generation", 120.0, "client.py:149 _post"),
-        SampleWhere(13, 3, "generation", 119.0, "hooks.py:4 generate"),
+        ActiveSample(12, 3, "generation", 120.0, "client.py:149 _post"),
+        ActiveSample(13, 3, "generation", 119.0, "hooks.py:4 generate"),
     ]
-    text = of_generation(generation(samples=samples, blocked_at="hooks.py:4 generate"))
+    text = format_rollout_status(generation(samples=samples, blocked_line="hooks.py:4 generate"))
     assert "event loop is blocked at hooks.py:4 generate" in text
     assert "sample 13 in generation" in text and "12" not in text.replace("120", "")
 
 
 def test_of_many_stages_the_slowest_are_shown_and_the_others_counted():
-    samples = [SampleWhere(number, 0, f"stage {number // 2}", 9.0, "") for number in range(14)]
-    text = of_generation(generation(finished=0, samples=samples))
+    samples = [ActiveSample(number, 0, f"stage {number // 2}", 9.0, "") for number in range(14)]
+    text = format_rollout_status(generation(finished=0, samples=samples))
     assert "samples 8, 9 in stage 4 for 9 s; 4 more elsewhere" in text and "stage 5" not in text
 
 
@@ -161,7 +167,7 @@ def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
         go.wait(60)
 
     async def loop():
-        watches.append(LoopWatch())
+        watches.append(LoopMonitor())
         made.set()
         while not block.is_set():
             await asyncio.sleep(0.001)
@@ -170,11 +176,11 @@ def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
     thread = threading.Thread(target=lambda: asyncio.run(loop()), daemon=True)
     thread.start()
     made.wait()
-    turning = asyncio.run(watches[0].blocked_at())
+    turning = asyncio.run(watches[0].blocked_line())
     block.set()
     blocked.wait()
     time.sleep(0.1)  # from the first event into the wait for the second
-    standing = asyncio.run(watches[0].blocked_at())
+    standing = asyncio.run(watches[0].blocked_line())
     go.set()
     thread.join()
     assert (turning, standing) == ("", f"{__file__}:{blocks.__code__.co_firstlineno + 2} blocks")

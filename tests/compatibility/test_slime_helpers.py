@@ -19,7 +19,7 @@ from slimrl.compatibility.rollout_helpers import (
     run,
 )
 from slimrl.data.sample import Sample
-from slimrl.megatron.training.loss import OwnParts
+from slimrl.megatron.training.loss import PolicyLossHooks
 from slimrl.rollout.rollout_function import rollout_output
 
 
@@ -28,7 +28,7 @@ def test_a_correction_written_for_slime_corrects_the_loss():
     args = Arguments(use_tis=True, custom_tis_function_path="mismatch.bounded_weights", custom=own)
     train, rollout = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -3.0, -2.0 - math.log(1.5)])
     masks = torch.tensor([1.0, 1.0, 1.0])
-    loss, kept, noted = OwnParts.from_args(args).corrected(torch.ones(3), train, rollout, masks, [4, 3], [2, 1])
+    loss, kept, noted = PolicyLossHooks.from_args(args).corrected(torch.ones(3), train, rollout, masks, [4, 3], [2, 1])
     assert loss.tolist() == pytest.approx([1.0, math.exp(2.0), 1.5])
     assert kept.tolist() == [1.0, 0.0, 1.0] and noted["mis_ratio"].tolist() == loss.tolist()
     with pytest.raises(ValueError, match="2 values came for a response of 3 tokens"):

@@ -56,14 +56,14 @@ def test_a_packing_that_greedy_rules_miss_is_found():
     lengths = [9, 8, 7, 6, 6, 2, 2]
     costs = [float(length) for length in lengths]
     assert bin_packing.spread(lengths, costs, 20, [0.0, 0.0]) is None
-    assert len(bin_packing.fill_one_by_one(lengths, 20, 8)) == 3
+    assert len(bin_packing.greedy_fill(lengths, 20, 8)) == 3
     dealt = bin_packing.pack(lengths, costs, 20, 1)
     assert sorted(sum(lengths[i] for i in group) for group in dealt[0]) == [20, 20]
 
 
 def test_a_gap_is_closed_by_two_samples_where_no_one_sample_does():
     # 6 leaves a gap of 4: 3 alone would leave 1, two of 2 leave nothing.
-    assert bin_packing.fill_one_by_one([6, 3, 2, 2], 10, 8) == [[0, 2, 3], [1]]
+    assert bin_packing.greedy_fill([6, 3, 2, 2], 10, 8) == [[0, 2, 3], [1]]
 
 
 def test_room_that_no_sample_is_short_enough_for_counts_as_lost():
@@ -147,7 +147,7 @@ def test_equal_samples_make_equal_bins():
 def test_losses_are_the_time_that_ranks_wait_for_each_other():
     # Bins of cost 6 and 2 on one rank, 4 and 4 on the other: in rows 6 + 4 for a mean of 8, in all 8 on both.
     dealt = [[[0], [1]], [[2], [3]]]
-    assert bin_packing.lockstep_loss(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0.25)
+    assert bin_packing.lockstep_idle(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0.25)
     assert bin_packing.imbalance(dealt, [6.0, 2.0, 4.0, 4.0]) == pytest.approx(0)
     assert bin_packing.imbalance(dealt, [6.0, 2.0, 2.0, 2.0]) == pytest.approx(8 / 6 - 1)
 
@@ -214,7 +214,7 @@ def test_many_samples_whose_bound_cannot_be_met_get_the_next_multiple_of_what_wa
 
 
 def test_two_samples_are_tried_for_a_gap_that_twice_the_shortest_would_not_fill():
-    assert bin_packing.fill_one_by_one([20, 50, 30, 1], 100, 8) == [[1, 2, 0], [3]]
+    assert bin_packing.greedy_fill([20, 50, 30, 1], 100, 8) == [[1, 2, 0], [3]]
 
 
 def test_a_bin_of_one_sample_is_left_whole_and_one_of_two_is_split():

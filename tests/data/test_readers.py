@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slimrl.data import parquet as parquet_reader
 from slimrl.data import readers as jsonl_reader
 from slimrl.data.dataset_spec import DataMix, DataPath
-from slimrl.data.prompt_format import BadRow, bad_rows_error
+from slimrl.data.prompt_format import InvalidRow, bad_rows_error
 from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.watched_file import ChangedDataError
 
@@ -95,10 +95,10 @@ def test_the_index_finds_the_lines_that_splitting_the_text_finds(tmp_path, monke
     assert [file.where(row) for row in range(len(file))] == [f"{path}:{number}" for number, _ in expected]
     values = [None if line == "oops" else json.loads(line) for _, line in expected]
     order = random.sample(range(len(file)), len(file))
-    read = [None if isinstance(row, BadRow) else row for row in file.read(order)]
+    read = [None if isinstance(row, InvalidRow) else row for row in file.read(order)]
     assert read == [values[row] for row in order]
     blocks = [row for block in file.blocks(0, len(file), hashlib.blake2b()) for row in block]
-    assert [None if isinstance(row, BadRow) else row for row in blocks] == values
+    assert [None if isinstance(row, InvalidRow) else row for row in blocks] == values
 
 
 def test_a_file_that_changes_under_the_run_is_noticed(tmp_path):
@@ -285,7 +285,7 @@ def test_a_row_may_begin_with_any_byte(tmp_path):
     path = tmp_path / "bytes.jsonl"
     path.write_bytes(b"".join(bytes([value]) + b'{"a": 1}\n' for value in range(256)))
     rows = open_rows(str(path))
-    good = [value for value, row in enumerate(rows.read(range(len(rows)))) if not isinstance(row, BadRow)]
+    good = [value for value, row in enumerate(rows.read(range(len(rows)))) if not isinstance(row, InvalidRow)]
     assert len(rows) == 256 and bytes(good) == b"\t\n\r "  # JSON's white space
 
 

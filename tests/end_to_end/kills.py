@@ -80,7 +80,8 @@ def plan(seed: int, kills: int) -> list[Aim]:
     aims = []
     for number in range(kills):
         tree = numbers.random() < 0.5
-        # the processes are looked up before the first call is over; the first push is within reach of the others
+        # the processes are looked up before the first call is over; the first weight update is within reach of the
+        # others
         aims.append(Aim(KINDS[number % len(KINDS)], numbers.randrange(1 if tree else 0, 3), numbers.random(), tree))
     return aims
 

@@ -84,7 +84,7 @@ def test_every_prompt_is_trained_once_whatever_was_in_flight_at_the_kill(run):
     assert sorted(number for numbers in books for number in numbers) == list(range(8 * ROLLOUTS))
 
 
-def test_no_token_is_older_than_the_bound_and_pushes_came_under_requests(run):
+def test_no_token_is_older_than_the_bound_and_weight_updates_came_under_requests(run):
     done, dumps, _, _ = run
     several = 0
     for rollout, dump in enumerate(dumps):

@@ -89,7 +89,7 @@ def test_every_step_is_on_policy(whole):
     assert max(whole.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
 
 
-def test_each_rollout_is_generated_by_the_weights_just_pushed(whole):
+def test_each_rollout_is_generated_by_the_weights_just_updated(whole):
     assert whole.steps("weight_version") == [str(step) for step in range(STEPS)]
     samples = read_dump(whole.folder / "dumps/3.jsonl").samples
     assert {version for sample in samples for version in sample.weight_versions} == {"3"}
@@ -221,7 +221,7 @@ def test_every_process_has_its_track_in_the_timeline(timeline):
     driver, manager, *ranks = [name for name in timeline.processes if not name.startswith("server ")]
     assert (driver, manager, ranks) == ("driver", "rollout manager", ["train rank 0", "train rank 1"])
     servers = [name for name in timeline.processes if name.startswith("server ")]
-    for server in servers:  # one push before training and one after each rollout
+    for server in servers:  # one weight update before training and one after each rollout
         assert len(timeline.of(server, "commit_weight_update")) == STEPS + 1
     assert len(servers) == 2
     for rank in ranks:

@@ -11,7 +11,7 @@ from slimrl.engines.http import call
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.external_server_check import inspect
-from slimrl.engines.sglang.router import RouterProcess, RunningRouter
+from slimrl.engines.sglang.router import ExternalRouter, RouterProcess
 from tests.end_to_end import harness
 from tests.end_to_end.serving import served
 from tests.megatron.launch import free_port
@@ -61,7 +61,7 @@ def test_a_running_server_is_given_the_weights_and_never_ended(url, router, tiny
 
 
 def test_a_router_that_has_other_servers_is_refused(url, router):
-    running = RunningRouter(router.host, router.port)
+    running = ExternalRouter(router.host, router.port)
     running.check()
     router.add_worker(url)
     try:
@@ -74,7 +74,7 @@ def test_a_router_that_has_other_servers_is_refused(url, router):
         router.remove_worker(url)
     assert router.workers() == []
     with pytest.raises(EngineUnavailableError, match="cannot be asked for its servers"):
-        RunningRouter("127.0.0.1", free_port()).check()
+        ExternalRouter("127.0.0.1", free_port()).check()
 
 
 def test_a_server_is_looked_at_before_it_is_used(url, tiny, tmp_path):

@@ -58,7 +58,8 @@ def test_a_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, t
     done = started.finish(240)
     assert done.code == 0, done.output
     assert done.left == []
-    # samples of both weight versions have the trainer's log-probabilities: each push reached every part of the engine
+    # samples of both weight versions have the trainer's log-probabilities: each weight update reached every part of
+    # the engine
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     assert done.steps("weight_version") == ["0", "1"]
     logs = {path.name for path in (done.run_dir / "logs").iterdir()}

@@ -12,7 +12,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_step_is_on_policy_and_every_push_is_whole(layout, tiny, tmp_path):
+def test_every_step_is_on_policy_and_every_weight_update_is_whole(layout, tiny, tmp_path):
     changes = {"actor_num_gpus_per_node": 2, "num_rollout": 3, "check_weight_update_equal": True, **LAYOUTS[layout]}
     folder = tmp_path / "checkpoints"
     done = harness.start("train.py", tiny.flags(save=folder, **changes), tmp_path, "layout", tiny.home).finish(200)

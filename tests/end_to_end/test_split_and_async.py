@@ -57,19 +57,20 @@ def test_one_step_ahead_a_sample_is_at_most_one_version_old(tiny, tmp_path):
     done = finish("train_async.py", tiny, tmp_path, **evaluation)
     assert done.steps("weight_version") == ["0", "0", "1", "2"]
     assert_on_policy(done.summary["steps"][:1])
-    # one version apart the log-probabilities differ: the test above would notice a push that came too early or late
+    # one version apart the log-probabilities differ: the test above would notice a weight update that came too early
+    # or late
     assert all(step["train_rollout_logprob_abs_diff_max"] > 1e-3 for step in done.summary["steps"][1:])
     assert [entry["step"] for entry in done.summary["eval"]["history"]] == [0, 2, 4]
 
 
-def test_weights_are_pushed_after_every_second_rollout_of_one_epoch_and_saved_at_the_end(tiny, tmp_path):
+def test_weights_are_updated_after_every_second_rollout_of_one_epoch_and_saved_at_the_end(tiny, tmp_path):
     # 40 prompts in rollouts of 8 are 5 rollouts
     changes = {"num_rollout": None, "num_epoch": 1, "prompt_data": f"{tiny.folder / 'train.jsonl'}@[0:40]"}
     folder = tmp_path / "checkpoints"
     changes |= functions_written_for_slime(tmp_path)
     done = finish("train_async.py", tiny, tmp_path, update_weights_interval=2, save=folder, **changes)
     assert done.steps("step") == [0, 1, 2, 3, 4]
-    # rollout n + 1 starts before rollout n is trained; pushes come after rollouts 1 and 3
+    # rollout n + 1 starts before rollout n is trained; weight updates come after rollouts 1 and 3
     assert done.steps("weight_version") == ["0", "0", "0", "2", "2"]
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     assert_functions_written_for_slime_took_part(done, tmp_path)

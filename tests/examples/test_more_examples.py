@@ -14,8 +14,8 @@ import torch
 from examples import advantages, logs, losses, policy_loss, reward, rollouts, samples, supervised, training
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
-from slimrl.megatron.training.loss import OwnParts, PolicyLossInputs, PolicyLossSettings, policy_loss_sums
-from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks, PolicyLossInputs, policy_loss_sums
+from slimrl.rollout.convert_samples import compute_rewards, training_batch
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.rollout_function import RolloutOutput
 
@@ -47,7 +47,7 @@ def test_the_shortest_right_answer_wins_its_group(make_args):
 
 def test_leaving_one_out_compares_with_the_others_of_the_group_only(make_args):
     rollout = [judged(r, n, group) for n, (r, group) in enumerate([(1.0, 0), (0.0, 1), (0.0, 0), (0.5, 0), (4.0, 2)])]
-    found = rewards_of(make_args(custom_reward_post_process_path="examples.reward.leave_one_out"), rollout)
+    found = compute_rewards(make_args(custom_reward_post_process_path="examples.reward.leave_one_out"), rollout)
     assert found.raw.tolist() == [1.0, 0.0, 0.0, 0.5, 4.0]
     assert found.normalized.tolist() == [0.75, 0.0, -0.75, 0.0, 0.0]
 
@@ -122,7 +122,7 @@ def test_a_label_becomes_the_answer_to_learn(make_args, tokenizer):
 
 # -- parts of training ------------------------------------------------------------------------------------------------
 
-SETTINGS = PolicyLossSettings(
+SETTINGS = PolicyLossConfig(
     eps_clip=0.2,
     eps_clip_high=0.2,
     eps_clip_c=None,
@@ -153,7 +153,7 @@ def two_samples() -> PolicyLossInputs:
 
 def correction(make_args, **changes):
     args = make_args(tis_clip=2.0, tis_clip_low=0.5, **changes)
-    return OwnParts(correction=partial(policy_loss.reject, args), correction_name="--custom-tis-function-path x")
+    return PolicyLossHooks(correction=partial(policy_loss.reject, args), correction_name="--custom-tis-function-path x")
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -168,7 +168,7 @@ def test_rejected_tokens_are_in_no_mean(make_args, per_token):
 
 
 def test_a_mean_by_a_constant_leaves_the_kl_its_own(make_args):
-    parts = OwnParts(reducer=policy_loss.by_constant)
+    parts = PolicyLossHooks(reducer=policy_loss.by_constant)
     inputs = two_samples()
     sums = policy_loss_sums(inputs, dataclasses.replace(SETTINGS, own_parts=parts))
     assert float(sums.loss) == pytest.approx((-2 - 2 + 1) / 1024 + (1 + 1), rel=1e-6)
@@ -193,7 +193,7 @@ def test_a_mean_by_a_constant_leaves_the_kl_its_own(make_args):
     ],
 )
 def test_a_correction_that_gives_something_else_is_told_so(answer, sentence):
-    parts = OwnParts(correction=answer, correction_name="--custom-tis-function-path x")
+    parts = PolicyLossHooks(correction=answer, correction_name="--custom-tis-function-path x")
     with pytest.raises(HookFailedError) as caught:
         policy_loss_sums(two_samples(), dataclasses.replace(SETTINGS, own_parts=parts))
     assert sentence in str(caught.value) and str(caught.value).startswith("--custom-tis-function-path x")
@@ -241,7 +241,7 @@ def test_the_first_steps_have_no_learning_rate(make_args):
     assert rates == [0.0, 0.0, 0.0, 0.5]
 
 
-def test_a_version_that_is_pushed_again_is_copied_again(make_args, tmp_path, monkeypatch):
+def test_a_version_that_is_updated_again_is_copied_again(make_args, tmp_path, monkeypatch):
     monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
     args, version = make_args(custom={"mirror": str(tmp_path / "mirror")}), tmp_path / "weight_v000003"
     version.mkdir()

@@ -1,8 +1,9 @@
-"""Every family in a real server: its answers before and after pushes from Megatron ranks are those of transformers.
+"""Every family in a real server: its answers before and after weight updates from Megatron ranks are those of
+transformers.
 
-The server starts on one set of weights, gets a second through shared memory and a third by broadcast. The push itself
-proves that every tensor in the server is the trainer's, bit for bit; the log-probabilities prove that names, layouts
-and settings mean the same on all sides.
+The server starts on one set of weights, gets a second through shared memory and a third by broadcast. The weight
+update itself proves that every tensor in the server is the trainer's, bit for bit; the log-probabilities prove that
+names, layouts and settings mean the same on all sides.
 """
 
 from __future__ import annotations
@@ -137,14 +138,14 @@ def test_a_started_server_answers_with_transformers_log_probabilities(served: Se
 
 
 @pytest.mark.parametrize(("way", "gpu", "seed"), [("colocated", 0, 1), ("split", 2, 2)])
-def test_pushed_weights_are_served_with_transformers_log_probabilities(
+def test_updated_weights_are_served_with_transformers_log_probabilities(
     served: Served, pools: Pools, way: str, gpu: int, seed: int, tmp_path: Path
 ):
     """Through shared memory from ranks that share out the experts (or the tensors); by broadcast from a pipeline."""
     sharing = "expert 2" if served.toy.name in WITH_EXPERTS else "tensor 2, sequence"
     layout = BY_NAME[sharing if way == "colocated" else "pipeline 2"]
     results = pools[layout.ranks].run(
-        ranks.push,
+        ranks.update_weights,
         flags(served.toy, layout),
         served.folder(seed),
         [EngineEndpoint(served.url, [gpu])],
@@ -167,7 +168,7 @@ def test_half_precision_with_routers_biases_in_float32_arrives_bit_for_bit(pools
         server.wait_ready(120)
         engines = [EngineEndpoint(server.url, [2])]
         args = flags(toy, layout, "--bf16")
-        results = pools[2].run(ranks.push, args, second, engines, "split", "1", tmp_path, timeout_s=100)
+        results = pools[2].run(ranks.update_weights, args, second, engines, "split", "1", tmp_path, timeout_s=100)
         assert all(not isinstance(result, str) for result in results), results
         assert ask(server.url, [5, 17, 90])[2] == "1"
     finally:

@@ -2,7 +2,7 @@
 
 Owns the sizes, the random weights, the published form of config.json and the Megatron flags of each toy. Promises that
 the same seed gives the same files, that no two tensors look alike (norms and biases are random too), and that every
-count divides by 2. Used by the tests of all three checks: logits, conversion, a push into a server.
+count divides by 2. Used by the tests of all three checks: logits, conversion, a weight update into a server.
 """
 
 from __future__ import annotations

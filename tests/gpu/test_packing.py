@@ -29,7 +29,7 @@ def logits_and_gradient(
     """
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
-    from slimrl.megatron.model.micro_batch import held_rows, packed_sequences
+    from slimrl.megatron.model.micro_batch import local_rows, packed_sequences
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model_builder.build_model(args, state)
@@ -39,7 +39,7 @@ def logits_and_gradient(
     results = []
     for pack in packs:
         lengths = torch.tensor([LENGTHS[number] for number in pack])
-        rows = held_rows(lengths, rank, world_size)
+        rows = local_rows(lengths, rank, world_size)
         tokens = torch.cat([samples[number] for number in pack])[rows].to(state.device)
         weight = torch.cat([weights[number] for number in pack])[rows].to(state.device)
         sequences = packed_sequences(lengths, world_size, state.device, rank=rank)
@@ -78,14 +78,14 @@ def test_a_pack_gives_the_logits_and_gradients_of_its_samples_alone(implementati
 @needs(gpus=2)
 @pytest.mark.parametrize("implementation", EACH)
 def test_two_ranks_that_share_a_pack_give_what_one_gives(implementation: str):
-    from slimrl.megatron.model.micro_batch import held_rows
+    from slimrl.megatron.model.micro_batch import local_rows
 
     args, bound = flags(implementation)
     shared_args, _ = flags(implementation, context_parallel_size=2)
     everything = list(range(len(LENGTHS)))
     ((whole, gradient),) = run_ranks(logits_and_gradient, 1, args, [everything])
     for rank, (logits, summed) in enumerate(run_ranks(logits_and_gradient, 2, shared_args, [everything])):
-        assert relative(logits, whole[held_rows(torch.tensor(LENGTHS), rank, 2)]) < bound
+        assert relative(logits, whole[local_rows(torch.tensor(LENGTHS), rank, 2)]) < bound
         assert relative(summed, gradient) < bound
 
 

@@ -14,7 +14,7 @@ from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles, PlacementPlan
 from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from tests.gpu.conftest import needs
 from tests.reward_models import logits, write_reward_model
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
@@ -46,7 +46,7 @@ def test_servers_on_gpus_in_bfloat16_give_transformers_logits(count: int, tmp_pa
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer(servers.reachable(args))
         try:
-            return await asyncio.gather(*(scorer.score(one, RewardRule(None, "reward_model")) for one in samples))
+            return await asyncio.gather(*(scorer.score(one, RewardConfig(None, "reward_model")) for one in samples))
         finally:
             scorer.close()
             await servers.close()

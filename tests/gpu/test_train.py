@@ -65,7 +65,7 @@ def train(tiny: Tiny, folder: Path, **changes: Any) -> harness.Finished:  # noqa
 
 
 def assert_on_policy(done: harness.Finished) -> None:
-    """Each rollout came from the weights just pushed, and trainer and servers agree on its log-probabilities."""
+    """Each rollout came from the weights just updated, and trainer and servers agree on its log-probabilities."""
     assert done.summary["status"] == "completed"
     assert done.steps("weight_version") == [str(step) for step in range(STEPS)]
     assert max(done.steps("train_rollout_logprob_abs_diff_mean")) < MEAN_LIMIT

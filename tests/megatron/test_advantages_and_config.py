@@ -147,7 +147,7 @@ def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
         model.weight.mul_(3.1).add_(0.7)
     changed = model.weight.detach().clone()
     place = model.weight.data_ptr()
-    with pytest.raises(RuntimeError, match="inside"), reference.swapped_in():
+    with pytest.raises(RuntimeError, match="inside"), reference.loaded_weights():
         assert torch.equal(model.weight, kept["weight"])
         raise RuntimeError("inside")
     assert torch.equal(model.weight, changed)

@@ -23,7 +23,7 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
 
     from slimrl.megatron import config, parallel
     from slimrl.megatron.model.attention import PackedCoreAttention
-    from slimrl.megatron.model.micro_batch import held_rows, packed_sequences
+    from slimrl.megatron.model.micro_batch import local_rows, packed_sequences
 
     args = tiny.tiny_args(context_parallel_size=world_size)
     parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -31,7 +31,7 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
     attention = PackedCoreAttention(
         config.transformer_config(args), 1, AttnMaskType.causal, "self", pg_collection=groups
     )
-    rows = held_rows(torch.tensor(LENGTHS), rank, world_size)
+    rows = local_rows(torch.tensor(LENGTHS), rank, world_size)
     *inputs, weight = (column[rows] for column in columns)
     inputs = [column.requires_grad_() for column in inputs]
     params = packed_sequences(torch.tensor(LENGTHS), world_size, torch.device("cpu"), rank=rank)
@@ -50,7 +50,7 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
 
 
 def test_ranks_that_share_sequences_attend_as_one_rank_does(one_rank: Any, two_ranks: Any):
-    from slimrl.megatron.model.micro_batch import held_rows
+    from slimrl.megatron.model.micro_batch import local_rows
 
     generator = torch.Generator().manual_seed(3)
 
@@ -62,6 +62,6 @@ def test_ranks_that_share_sequences_attend_as_one_rank_does(one_rank: Any, two_r
     for rank, (actual, kept) in enumerate(two_ranks.run(attend, columns)):
         # half the queries and outputs, all keys and values, in their order and in that of the ranks; no mask
         assert kept < 3 * sum(column.nbytes for column in columns)
-        rows = held_rows(torch.tensor(LENGTHS), rank, 2)
+        rows = local_rows(torch.tensor(LENGTHS), rank, 2)
         for shared, whole in zip(actual, expected, strict=True):
             torch.testing.assert_close(shared, whole[rows], rtol=1e-5, atol=2e-6)

@@ -131,7 +131,7 @@ def test_what_is_left_trains_as_autograd_trains_it(
     result, *_ = {1: one_rank, 2: two_ranks}[size].run(train, flags(model, **changes), rollout)
     assert [step["loss"] for step in result.metrics] == pytest.approx(truth.losses, rel=1e-5)
     assert [step["grad_norm"] for step in result.metrics] == pytest.approx(truth.gradient_norms, rel=1e-5)
-    assert result.weights.keys() == truth.weights.keys()  # all weights are pushed
+    assert result.weights.keys() == truth.weights.keys()  # all weights are updated
     for name, value in truth.weights.items():
         if name in truth.gradients:
             moved = (value - before[name]).norm()

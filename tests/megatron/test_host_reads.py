@@ -50,27 +50,27 @@ def train_nowhere(
     from slimrl.megatron.model.micro_batch import pack_micro_batch
     from slimrl.megatron.model.model_builder import build_model
     from slimrl.megatron.training import forward_step
-    from slimrl.megatron.training.loss import PolicyLossSettings, policy_loss_sums
+    from slimrl.megatron.training.loss import PolicyLossConfig, policy_loss_sums
 
     plain = tiny.tiny_args()
     state = parallel.initialize(plain, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     rollout = tiny.recorded_rollout(3)
     micro_batch = pack_micro_batch(rollout, range(len(rollout)), length_multiple=1, device=NOWHERE)
     column = torch.zeros(rollout.loss_mask.numel(), device=NOWHERE)
-    columns = forward_step.ResponseColumns(*[column] * 6)
+    columns = forward_step.TrainTensors(*[column] * 6)
 
     cuda = rotary_pos_embedding.torch.cuda  # megatron-core's view of it
     host = cuda.current_device
 
     def run(model: torch.nn.Module, args: Arguments) -> dict[str, int]:
-        settings = forward_step.LogProbSettings.from_args(args, state)
+        settings = forward_step.LogProbConfig.from_args(args, state)
         packed, wanted = micro_batch.sequences, settings.wanted(micro_batch)
         cuda.current_device = lambda: NOWHERE
         model(micro_batch.tokens, None, None, packed_seq_params=packed)  # the first pass moves tables of frequencies
         with Transfers() as transfers:
             output = model(micro_batch.tokens, None, None, packed_seq_params=packed, wanted=wanted)
             log_probs, entropy = settings(output, micro_batch)
-            sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), PolicyLossSettings.from_args(args))
+            sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), PolicyLossConfig.from_args(args))
             sums.loss.backward()
         cuda.current_device = host
         return dict(transfers.found)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from slimrl.algorithms.estimators import Objective
-from slimrl.megatron.training.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, PolicyLossSums, policy_loss_sums
 
-SETTINGS = PolicyLossSettings(
+SETTINGS = PolicyLossConfig(
     eps_clip=0.2,
     eps_clip_high=0.3,
     eps_clip_c=None,

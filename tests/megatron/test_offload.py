@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.offload import AsleepError, Communicators, State, TrainingMemory, distinct_backends
+from slimrl.megatron.offload import Communicators, OffloadedError, State, TrainingMemory, distinct_backends
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import SPREAD
@@ -85,13 +85,13 @@ def test_memory_larger_than_a_chunk_comes_back_whole(monkeypatch: pytest.MonkeyP
     assert torch.equal(values, before)
 
 
-def test_for_a_push_the_weights_stay_and_leave_later():
+def test_for_a_weight_update_the_weights_stay_and_leave_later():
     weight, gradient, moment = torch.ones(2), torch.ones(2), torch.ones(2)
     heard: list[str] = []
     sleeper = memory([weight], [gradient], [moment], Listener("a", heard), Listener("b", heard))
     assert sleeper.sleep(keep_weights=True) == {"gradients": 8, "optimizer": 8}
     assert weight.tolist() == [1, 1] and (size(gradient), size(moment)) == (0, 0)
-    assert heard == []  # a push gathers over the ranks
+    assert heard == []  # a weight update gathers over the ranks
     assert sleeper.sleep() == {"weights": 8, "gradients": 8, "optimizer": 8}
     assert size(weight) == 0
     assert heard == ["suspend a", "suspend b"]
@@ -102,17 +102,17 @@ def test_for_a_push_the_weights_stay_and_leave_later():
 
 def test_what_is_not_there_is_refused_by_name():
     sleeper = memory([torch.ones(2)], [], [])
-    with pytest.raises(AsleepError, match="cannot be woken: it is awake already"):
+    with pytest.raises(OffloadedError, match="cannot be woken: it is awake already"):
         sleeper.wake()
     sleeper.sleep(keep_weights=True)
     sleeper.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
-    with pytest.raises(AsleepError, match="^train needs a training rank that is awake, and it is awake with"):
+    with pytest.raises(OffloadedError, match="^train needs a training rank that is awake, and it is awake with"):
         sleeper.require("train", State.AWAKE)
     sleeper.sleep()
-    with pytest.raises(AsleepError, match="a weight update needs .* awake or awake with its weights alone, and"):
+    with pytest.raises(OffloadedError, match="a weight update needs .* awake or awake with its weights alone, and"):
         sleeper.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
     for keep_weights in (True, False):
-        with pytest.raises(AsleepError, match="cannot go to sleep: it is asleep already"):
+        with pytest.raises(OffloadedError, match="cannot go to sleep: it is asleep already"):
             sleeper.sleep(keep_weights=keep_weights)
 
 
@@ -209,7 +209,7 @@ def _refusals(trainer: Any, rollout_id: int, rollout: RolloutBatch) -> list[str]
         lambda: trainer.train(rollout_id, ranks.share_of(trainer, rollout)),
         lambda: trainer.save(rollout_id, {}, Path("never-made")),
     ):
-        with pytest.raises(AsleepError) as refused:
+        with pytest.raises(OffloadedError) as refused:
             action()
         said.append(str(refused.value))
     return said

@@ -7,8 +7,8 @@ import torch
 
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.model.micro_batch import pack_micro_batch
-from slimrl.megatron.training.custom_loss import OwnLoss
-from slimrl.megatron.training.loss import OwnParts, PolicyLossSettings
+from slimrl.megatron.training.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.train_inputs import TrainingHooks, judged
 from slimrl.megatron.training.train_metrics import _check_names
 from tests.megatron import tiny
@@ -29,7 +29,7 @@ def test_an_answer_that_is_no_loss_is_refused(function: str, sentence: str):
     micro_batch = pack_micro_batch(rollout, [1], length_multiple=1, device=device)
     logits = torch.zeros(*micro_batch.tokens.shape, 128, requires_grad=True)
     with pytest.raises(HookFailedError, match=f"--custom-loss-function-path tests.megatron.own.{function} {sentence}"):
-        OwnLoss(args, None).sums(logits, micro_batch, columns, data)
+        CheckedCustomLoss(args, None).sums(logits, micro_batch, columns, data)
 
 
 LOGGED = ("loss", "train_rollout_logprob_abs_diff_mean", "train_rollout_logprob_abs_diff_max")
@@ -39,7 +39,7 @@ LOGGED = ("loss", "train_rollout_logprob_abs_diff_mean", "train_rollout_logprob_
     "name", [*LOGGED, "tokens", "grad_norm", "lr", "lr-pg_0", "global_batch_size", "memory_gradients"]
 )
 def test_a_metric_that_slimrl_logs_itself_is_refused(name: str):
-    settings = PolicyLossSettings.from_args(tiny.tiny_args(loss_type="custom_loss"))
+    settings = PolicyLossConfig.from_args(tiny.tiny_args(loss_type="custom_loss"))
     _check_names(["entropy", "pg_loss", "ratio_max_abs_diff"], LOGGED, settings)  # not logged beside a custom loss
     with pytest.raises(
         HookFailedError, match=f"--custom-loss-function-path returned a metric {name}, which slimrl logs"
@@ -48,7 +48,7 @@ def test_a_metric_that_slimrl_logs_itself_is_refused(name: str):
 
 
 def test_a_metric_that_would_stand_in_another_section_is_refused():
-    parts = OwnParts(correction=print, correction_name="--custom-tis-function-path mine.tis")
-    settings = PolicyLossSettings(0.2, 0.2, None, 0.0, 0.0, "k3", False, own_parts=parts)
+    parts = PolicyLossHooks(correction=print, correction_name="--custom-tis-function-path mine.tis")
+    settings = PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k3", False, own_parts=parts)
     with pytest.raises(HookFailedError, match="tis-function-path mine.tis returned a metric rollout/kept, which names"):
         _check_names(["rollout/kept"], LOGGED, settings)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from slimrl.hooks import HookFailedError
-from slimrl.megatron.training.forward_step import ResponseColumns
+from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.train_dump import _samples
 from slimrl.megatron.training.train_inputs import TrainingHooks, judged
 from tests.megatron import tiny
 
 
-def postprocessed(function: str, rollout: Any) -> tuple[ResponseColumns, Any]:
+def postprocessed(function: str, rollout: Any) -> tuple[TrainTensors, Any]:
     args = tiny.tiny_args(rollout_data_postprocess_path=f"tests.megatron.own.{function}")
     hooks = TrainingHooks(args, [], None, None)
     log_probs = torch.zeros_like(rollout.loss_mask)
@@ -43,7 +43,7 @@ def test_what_a_function_changes_in_place_reaches_the_loss_and_not_the_batch():
 def test_what_is_saved_of_supervised_training_has_no_log_probabilities_of_policies():
     rollout = tiny.recorded_rollout(seed=5)
     rollout.micro_batches = [[[row] for row in range(8)]]
-    columns = ResponseColumns.without_policy(rollout.loss_mask)
+    columns = TrainTensors.without_policy(rollout.loss_mask)
     for with_policy in (False, True):
         sample = _samples(rollout, columns, 0, with_policy=with_policy)[1]
         assert torch.equal(sample["loss_mask"], rollout.loss_mask.split(rollout.response_lengths.tolist())[1])

@@ -57,7 +57,7 @@ def compare(rank: int, world_size: int, init_method: str, models: dict[str, Argu
 
     from slimrl.megatron import parallel
     from slimrl.megatron.model import micro_batch
-    from slimrl.megatron.model.micro_batch import held_rows
+    from slimrl.megatron.model.micro_batch import local_rows
     from slimrl.megatron.model.model_builder import build_model
 
     args = next(iter(models.values()))
@@ -65,7 +65,7 @@ def compare(rank: int, world_size: int, init_method: str, models: dict[str, Argu
     lengths = torch.tensor(LENGTHS)
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, tiny.VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
-    tokens = tokens[held_rows(lengths, state.cp_rank, state.cp_size)].unsqueeze(0)
+    tokens = tokens[local_rows(lengths, state.cp_rank, state.cp_size)].unsqueeze(0)
     own = micro_batch.packed_sequences(lengths, state.cp_size, state.device, rank=state.cp_rank)
     boundaries = {field.name: getattr(own, field.name) for field in dataclasses.fields(PackedSeqParams)}
     calls = {"asked": 0, "gathered": 0}

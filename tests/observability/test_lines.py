@@ -82,4 +82,4 @@ def test_the_terminal_gets_the_short_line_and_the_file_the_whole_one(tmp_path, c
     evaluated, stepped = capsys.readouterr().err.splitlines()
     assert evaluated.endswith(" evaluation after 0 steps | addition 0.4 (0% truncated)")
     assert stepped.endswith(" step 0 | reward 0.5 | loss -4.7e-10 | grad 0.41 | kl 0.00082 | diff 1.6e-07 | 1.8s")
-    assert file.read_text().endswith("| generate 1.2s train 0.4s push 0.1s total 1.8s | version 0\n")
+    assert file.read_text().endswith("| generate 1.2s train 0.4s update 0.1s total 1.8s | version 0\n")

@@ -147,7 +147,7 @@ def test_a_log_line_says_what_matters(tmp_path, caplog):
     assert [entry.message for entry in caplog.records] == [
         "evaluation after 12 steps | addition 0.4 (0% truncated)",
         "step 12 | reward 0.62 | loss -0.25 | grad 0.412 | kl 0.0003 | logprob diff 4e-07"
-        " | generate 1.2s train 0.4s push 0.1s total 1.8s | version 12",
+        " | generate 1.2s train 0.4s update 0.1s total 1.8s | version 12",
         "evaluation after 13 steps | addition 0.9 (0% truncated)",
     ]
 
@@ -172,7 +172,7 @@ def test_a_log_line_says_what_matters(tmp_path, caplog):
 def test_a_log_line_says_what_is_wrong_with_the_samples_and_how_old_they_are(rollout, words):
     entry = record(3, rollout={"rollout/raw_reward": 0.5, **rollout}, train=[])
     line = step_line(entry, {}, entry.seconds, compares_groups=True)
-    assert line == f"step 3 | reward 0.5 | {words}generate 1.2s train 0.4s push 0.1s total 1.8s | version 3"
+    assert line == f"step 3 | reward 0.5 | {words}generate 1.2s train 0.4s update 0.1s total 1.8s | version 3"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ KEY = "0123456789abcdef"
 SHOW = """
 import sys
 from pathlib import Path
-from slimrl.arguments.redact import show_as
-show_as(["***" if word == "0123456789abcdef" else word for word in sys.argv])
+from slimrl.arguments.redact import set_process_title
+set_process_title(["***" if word == "0123456789abcdef" else word for word in sys.argv])
 print(sys.argv[1:], Path("/proc/self/cmdline").read_bytes())
 """
 

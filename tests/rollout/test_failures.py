@@ -10,7 +10,7 @@ import pytest
 from slimrl.data.sample import SampleStatus
 from slimrl.engines.protocol import EngineUnavailableError
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.generation.sample_generator import SampleError, is_own_fault
+from slimrl.rollout.generation.sample_generator import SampleError, is_infra_error
 from slimrl.rollout.rm_hub.grader_pool import GraderPool, GraderUnavailable
 from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteUnreachable
 from slimrl.rollout.rollout_generator import RolloutGenerator
@@ -153,9 +153,9 @@ def test_an_engines_failure_is_found_behind_others():
         except EngineUnavailableError as error:
             raise ValueError("my function's own words") from error
     except ValueError as error:
-        assert is_own_fault(error)
-    assert not is_own_fault(ValueError("mine alone"))
-    assert is_own_fault(MemoryError())
+        assert is_infra_error(error)
+    assert not is_infra_error(ValueError("mine alone"))
+    assert is_infra_error(MemoryError())
 
 
 def test_an_engines_failure_is_found_in_a_group_of_tasks():
@@ -170,7 +170,7 @@ def test_an_engines_failure_is_found_in_a_group_of_tasks():
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(together(KeyError("mine"), EngineUnavailableError("gone")))
-    assert is_own_fault(caught.value)
+    assert is_infra_error(caught.value)
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(together(KeyError("mine"), ValueError("mine, too")))
-    assert not is_own_fault(caught.value)
+    assert not is_infra_error(caught.value)

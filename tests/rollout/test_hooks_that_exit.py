@@ -11,7 +11,7 @@ import pytest
 from slimrl import hooks
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
-from slimrl.rollout.convert_samples import rewards_of, training_batch
+from slimrl.rollout.convert_samples import compute_rewards, training_batch
 from slimrl.rollout.dataset.custom_data_source import open_data_source
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
@@ -186,7 +186,7 @@ OF_ROLLOUTS = {  # by flag: what calls it, of a generator or of the flags alone
     "data_source_path": None,
     "eval_function_path": evaluation,
     "buffer_filter_path": waiting,
-    "custom_reward_post_process_path": lambda args: rewards_of(args, judged(args)),
+    "custom_reward_post_process_path": lambda args: compute_rewards(args, judged(args)),
     "custom_convert_samples_to_train_data_path": lambda args: training_batch(args, judged(args), None),
     "custom_rollout_log_function_path": metrics_reported,
     "custom_eval_rollout_log_function_path": scalars_reported,

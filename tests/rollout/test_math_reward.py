@@ -207,13 +207,13 @@ def test_a_very_long_answer_never_reaches_algebra():
     ],
 )
 def test_only_equal_texts_and_whole_numbers_are_decided_at_sight(response, label, verdict):
-    assert registry.at_sight(response, label, thinks=False) is verdict
+    assert registry.fast_match(response, label, thinks=False) is verdict
 
 
 def test_at_sight_a_box_before_the_end_of_thinking_is_not_decided():
-    assert registry.at_sight("<think></think> \\boxed{4}", "4", thinks=True) is True
-    assert registry.at_sight("<think> \\boxed{4} </think>", "4", thinks=True) is None
-    assert registry.at_sight("\\boxed{4}", "4", thinks=True) is None
+    assert registry.fast_match("<think></think> \\boxed{4}", "4", thinks=True) is True
+    assert registry.fast_match("<think> \\boxed{4} </think>", "4", thinks=True) is None
+    assert registry.fast_match("\\boxed{4}", "4", thinks=True) is None
 
 
 @pytest.mark.parametrize(

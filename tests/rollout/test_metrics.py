@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.convert_samples import rewards_of
+from slimrl.rollout.convert_samples import compute_rewards
 from slimrl.rollout.metrics import (
     START_ROLLOUT_ID,
     dynamic_filter_metrics,
@@ -94,7 +94,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_sample(make_args, tmp_p
     samples = [sample(0, 1.0), sample(0, value)]
     samples[1].index = 7
     with pytest.raises(ValueError, match=f"sample 7: the reward is {value}: judge it with a finite number"):
-        rewards_of(make_args(), samples)
+        compute_rewards(make_args(), samples)
     samples[1].reward = {"score": value}
     with pytest.raises(ValueError, match=f"sample 7: the reward \\(--reward-key score\\) is {value}"):
         samples[1].reward_value("score")
@@ -104,7 +104,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_sample(make_args, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     expected = f"infinite_hooks.process returned 0.0 and {value} as rewards of sample 7"
     with pytest.raises(ValueError, match=expected):
-        rewards_of(make_args(custom_reward_post_process_path="infinite_hooks.process"), samples)
+        compute_rewards(make_args(custom_reward_post_process_path="infinite_hooks.process"), samples)
     sys.modules.pop("infinite_hooks")
 
 
@@ -150,7 +150,7 @@ def test_more_than_ten_times_smaller_counts_as_repetition():
 
 def test_rewards_are_centred_and_scaled_within_their_group_wherever_the_samples_stand(make_args):
     samples = [sample(7, 1.0), sample(3, 5.0), sample(7, 0.0), sample(3, 5.0), sample(7, 0.5)]
-    rewards = rewards_of(make_args(), samples)
+    rewards = compute_rewards(make_args(), samples)
     assert rewards.raw.tolist() == [1.0, 5.0, 0.0, 5.0, 0.5]
     # group 7: mean 0.5, unbiased deviation 0.5
     assert rewards.normalized.tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0, 0.0], abs=1e-5)
@@ -158,9 +158,9 @@ def test_rewards_are_centred_and_scaled_within_their_group_wherever_the_samples_
 
 def test_the_two_normalisation_flags_are_followed(make_args):
     samples = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5)]
-    centred = rewards_of(make_args(grpo_std_normalization=False), samples).normalized
+    centred = compute_rewards(make_args(grpo_std_normalization=False), samples).normalized
     assert centred.tolist() == pytest.approx([0.5, -0.5, 0.0])
-    raw = rewards_of(make_args(rewards_normalization=False), samples).normalized
+    raw = compute_rewards(make_args(rewards_normalization=False), samples).normalized
     assert raw.tolist() == [1.0, 0.0, 0.5]
 
 
@@ -168,7 +168,7 @@ def test_each_estimator_takes_its_own_baseline(make_args):
     samples = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5)]
 
     def normalized(estimator: str) -> list[float]:
-        return rewards_of(make_args(advantage_estimator=estimator), samples).normalized.tolist()
+        return compute_rewards(make_args(advantage_estimator=estimator), samples).normalized.tolist()
 
     assert normalized("rloo") == pytest.approx([0.75, -0.75, 0.0])
     assert normalized("reinforce_plus_plus_baseline") == pytest.approx([0.5, -0.5, 0.0])
@@ -177,9 +177,9 @@ def test_each_estimator_takes_its_own_baseline(make_args):
 
 def test_the_reward_key_picks_the_entry(make_args):
     samples = [sample(0, {"score": 1.0, "acc": 9}), sample(0, {"score": 0.0, "acc": 9})]
-    assert rewards_of(make_args(reward_key="score"), samples).raw.tolist() == [1.0, 0.0]
+    assert compute_rewards(make_args(reward_key="score"), samples).raw.tolist() == [1.0, 0.0]
     with pytest.raises(ValueError, match="give --reward-key"):
-        rewards_of(make_args(), samples)
+        compute_rewards(make_args(), samples)
 
 
 def test_a_post_process_function_of_the_users_replaces_both(make_args, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_post_process_function_of_the_users_replaces_both(make_args, tmp_path,
     )
     monkeypatch.syspath_prepend(tmp_path)
     samples = [sample(0, 1.0), sample(0, 0.5)]
-    rewards = rewards_of(make_args(custom_reward_post_process_path="post_hooks.double"), samples)
+    rewards = compute_rewards(make_args(custom_reward_post_process_path="post_hooks.double"), samples)
     assert rewards.raw.tolist() == [1.0, 0.5] and rewards.normalized.tolist() == [2.0, 1.0]
     with pytest.raises(ValueError, match="return two lists of 2 numbers"):
-        rewards_of(make_args(custom_reward_post_process_path="post_hooks.short"), samples)
+        compute_rewards(make_args(custom_reward_post_process_path="post_hooks.short"), samples)

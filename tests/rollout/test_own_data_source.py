@@ -12,8 +12,8 @@ from slimrl.arguments.validation.rule import Context
 from slimrl.hooks import HookError, HookFailedError
 from slimrl.rollout.dataset.custom_data_source import open_data_source
 from slimrl.rollout.dataset.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from tests.rollout.endless_functions import endless
-from tests.rollout.test_continuous import scripted
+from tests.rollout.async_helpers import endless
+from tests.rollout.test_async_rollout import scripted
 
 SOURCE = """
 import json, pathlib
@@ -171,7 +171,7 @@ def test_endless_generation_saves_once_under_the_rollout_that_a_checkpoint_follo
         outputs = []
         async with endless(args, tokenizer, source=source) as (generator, _, engine):
             for rollout, engine.version in enumerate((0, 0, 1, 2)):  # rollout 1 is there before its weights
-                generator.continuous.weights_are(engine.version, 9)
+                generator.continuous.set_weight_version(engine.version, 9)
                 outputs.append(await generator.generate_rollout(rollout, source, saved=rollout % 2 == 1))
                 assert sorted(path.name for path in tmp_path.glob("place_*")) == SAVED[rollout]
         return outputs

@@ -5,7 +5,7 @@ import logging
 import pyarrow.parquet
 import pytest
 
-from slimrl.rollout.dataset.prompt_dataset import PromptFormat, PromptRows, load_prompts
+from slimrl.rollout.dataset.prompt_dataset import PromptDataset, PromptFormat, load_prompts
 
 FORMAT = {
     "input_key": "prompt",
@@ -139,7 +139,7 @@ def test_the_fingerprint_sees_rows_order_and_labels(write_rows, tokenizer):
     variants.append([{**rows[0], "label": "1"}, rows[1]])
 
     def fingerprint(path):
-        rows = PromptRows([path], prompt_format(apply_chat_template=False), tokenizer, 0)
+        rows = PromptDataset([path], prompt_format(apply_chat_template=False), tokenizer, 0)
         rows.check()
         return rows.fingerprint
 

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import (
     ATTEMPTS,
     MAX_REPLY_BYTES,
@@ -18,7 +18,7 @@ from slimrl.rollout.rm_hub.remote import (
 )
 
 SAMPLE = Sample(prompt="1+1=", index=3, response="so \\boxed{2}", label="2")
-REMOTE = RewardRule(None, "remote_rm")
+REMOTE = RewardConfig(None, "remote_rm")
 
 
 class Service:
@@ -155,7 +155,7 @@ def score(make_args, rm_type, **service):
         async with Service((200, "0.5")) as there:
             scorer = RewardScorer(make_args(rm_url=there.url, **service))
             try:
-                return await scorer.score(SAMPLE, RewardRule(None, rm_type)), there.asked
+                return await scorer.score(SAMPLE, RewardConfig(None, rm_type)), there.asked
             finally:
                 scorer.close()
                 await asyncio.sleep(0)

@@ -4,7 +4,7 @@ import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.observability.run_log import StepRecord, evaluation_words, step_line
-from slimrl.rollout.rm_hub.scorer import NoVerdictsError, require_verdicts
+from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError, require_verdicts
 
 
 def samples(*reasons):
@@ -12,7 +12,9 @@ def samples(*reasons):
 
 
 def test_a_rollout_of_which_all_failed_ends_the_run_with_the_reasons():
-    with pytest.raises(NoVerdictsError, match="rollout 7: the graders came to no verdict on 3 of 3 answers") as caught:
+    with pytest.raises(
+        TooManyGraderFailuresError, match="rollout 7: the graders came to no verdict on 3 of 3 answers"
+    ) as caught:
         require_verdicts(samples("slow", "died", "slow"), 1.0, "rollout 7")
     assert "(2 times: slow; 1 times: died)" in str(caught.value)
 
@@ -21,7 +23,7 @@ def test_a_rollout_of_which_all_failed_ends_the_run_with_the_reasons():
 def test_the_limit_is_the_share_that_ends_it(limit, ends):
     half = samples("slow", None, "slow", None)
     if ends:
-        with pytest.raises(NoVerdictsError):
+        with pytest.raises(TooManyGraderFailuresError):
             require_verdicts(half, limit, "rollout 0")
     else:
         require_verdicts(half, limit, "rollout 0")

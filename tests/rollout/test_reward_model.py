@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.dataset.prompt_dataset import PromptFormat, PromptMaker
-from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.dataset.prompt_dataset import PromptFormat, PromptTokenizer
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward, RemoteUnreachable
 from slimrl.rollout.rm_hub.reward_model import (
     RewardInput,
@@ -17,7 +17,7 @@ from slimrl.rollout.rm_hub.reward_model import (
     RewardModelError,
     addresses,
     asked,
-    chosen_form,
+    choose_format,
     reward_of,
 )
 
@@ -111,7 +111,7 @@ def test_the_messages_behind_a_rendered_prompt_are_what_the_model_reads(tokenize
         keep_messages=False,
         keep_conversation=True,
     )
-    (prompt,) = PromptMaker(form, tokenizer).make([{"prompt": messages}])
+    (prompt,) = PromptTokenizer(form, tokenizer).make([{"prompt": messages}])
     sample = prompt.sample(group_index=0, index=0)
     assert sample.prompt.endswith("<|im_start|>assistant\n")
     assert asked(sample) == messages
@@ -216,14 +216,14 @@ def test_the_form_follows_the_tokenizer(tokenizer):
     plain.chat_template = None
     other = copy.deepcopy(plain)
     other.add_tokens(["<new>"])
-    assert chosen_form(tokenizer, other, None, "judge") == "conversation"
-    assert chosen_form(plain, tokenizer, None, "judge") == "tokens"
-    assert chosen_form(other, tokenizer, None, "judge") == "text"
-    assert chosen_form(tokenizer, tokenizer, "tokens", "judge") == "tokens"
+    assert choose_format(tokenizer, other, None, "judge") == "conversation"
+    assert choose_format(plain, tokenizer, None, "judge") == "tokens"
+    assert choose_format(other, tokenizer, None, "judge") == "text"
+    assert choose_format(tokenizer, tokenizer, "tokens", "judge") == "tokens"
     with pytest.raises(ValueError, match="--rm-input tokens: the tokenizer of --rm-model judge is not the policy's"):
-        chosen_form(other, tokenizer, "tokens", "judge")
+        choose_format(other, tokenizer, "tokens", "judge")
     with pytest.raises(ValueError, match="--rm-model judge has no chat template"):
-        chosen_form(plain, tokenizer, "conversation", "judge")
+        choose_format(plain, tokenizer, "conversation", "judge")
 
 
 def test_addresses_are_joined_by_commas():
@@ -238,6 +238,6 @@ def test_without_a_server_the_type_is_a_sentence_and_it_has_no_boxed_form(make_a
             ("boxed_reward_model", "the reward type 'boxed_reward_model' is not known"),
         ):
             with pytest.raises(ValueError, match=message):
-                asyncio.run(scorer.score(SAMPLE, RewardRule(None, rm_type)))
+                asyncio.run(scorer.score(SAMPLE, RewardConfig(None, rm_type)))
     finally:
         scorer.close()

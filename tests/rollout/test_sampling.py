@@ -3,7 +3,7 @@
 import random
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.sampling import SamplingPlan, sampling_seed
+from slimrl.rollout.sampling import SamplingConfig, sampling_seed
 
 DETERMINISTIC = {"sglang_options": {"enable_deterministic_inference": True}}
 
@@ -24,7 +24,7 @@ def test_the_training_request_carries_every_rollout_flag(make_args):
         rollout_stop_token_ids=[7],
         rollout_skip_special_tokens=True,
     )
-    assert SamplingPlan.for_training(args).params(sample_of(), 5) == {
+    assert SamplingConfig.for_training(args).params(sample_of(), 5) == {
         "temperature": 0.8,
         "top_p": 0.9,
         "top_k": 20,
@@ -39,17 +39,17 @@ def test_the_training_request_carries_every_rollout_flag(make_args):
 
 def test_an_evaluation_request_carries_the_data_sets_own_values(make_args, make_eval_dataset):
     dataset = make_eval_dataset(temperature=0.0, top_p=0.7, top_k=3, max_response_len=9, min_new_tokens=2)
-    params = SamplingPlan.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
+    params = SamplingConfig.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.0, 0.7, 3)
     assert (params["max_new_tokens"], params["min_new_tokens"]) == (9, 2)
     assert "sampling_seed" not in params and "repetition_penalty" not in params and params["no_stop_trim"] is True
     dataset = make_eval_dataset(repetition_penalty=1.1, no_stop_trim=False)
-    params = SamplingPlan.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
+    params = SamplingConfig.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
     assert (params["repetition_penalty"], params["no_stop_trim"]) == (1.1, False)
 
 
 def test_the_budget_leaves_room_in_the_context_and_counts_what_is_there(make_args):
-    plan = SamplingPlan.for_training(make_args(rollout_max_response_len=10, rollout_max_context_len=12))
+    plan = SamplingConfig.for_training(make_args(rollout_max_response_len=10, rollout_max_context_len=12))
     assert plan.params(sample_of(prompt_tokens=1))["max_new_tokens"] == 10
     assert plan.params(sample_of(prompt_tokens=8))["max_new_tokens"] == 4
     assert plan.params(sample_of(prompt_tokens=8, response_tokens=3))["max_new_tokens"] == 1
@@ -58,15 +58,15 @@ def test_the_budget_leaves_room_in_the_context_and_counts_what_is_there(make_arg
 def test_the_budget_leaves_room_in_an_engines_context_too(make_args, make_eval_dataset):
     args = make_args(rollout_max_response_len=10, rollout_max_context_len=14, engine_context_len=12)
     dataset = make_eval_dataset(max_response_len=10, max_context_len=None)
-    for plan in (SamplingPlan.for_training(args), SamplingPlan.for_evaluation(args, dataset)):
+    for plan in (SamplingConfig.for_training(args), SamplingConfig.for_evaluation(args, dataset)):
         assert plan.params(sample_of(prompt_tokens=1), 0)["max_new_tokens"] == 10
         assert plan.params(sample_of(prompt_tokens=8), 0)["max_new_tokens"] == 4
         assert plan.params(sample_of(prompt_tokens=8, response_tokens=4), 0)["max_new_tokens"] == 0
 
 
 def test_a_seed_is_sent_only_to_deterministic_engines(make_args):
-    assert "sampling_seed" not in SamplingPlan.for_training(make_args()).params(sample_of(), 5)
-    params = SamplingPlan.for_training(make_args(**DETERMINISTIC)).params(sample_of(), 5)
+    assert "sampling_seed" not in SamplingConfig.for_training(make_args()).params(sample_of(), 5)
+    params = SamplingConfig.for_training(make_args(**DETERMINISTIC)).params(sample_of(), 5)
     assert params["sampling_seed"] == sampling_seed(42, 5)
 
 
@@ -74,12 +74,12 @@ def test_servers_of_the_users_are_always_sent_a_seed_because_any_of_them_may_be_
     make_args, make_eval_dataset
 ):
     args = make_args(rollout_external_engine_addrs=["10.0.0.1:30000", "10.0.0.2:30000"])
-    plan = SamplingPlan.for_training(args)
+    plan = SamplingConfig.for_training(args)
     assert [plan.params(sample_of(), index)["sampling_seed"] for index in (5, 6)] == [
         sampling_seed(42, 5),
         sampling_seed(42, 6),
     ]
-    evaluation = SamplingPlan.for_evaluation(args, make_eval_dataset(name="sums"))
+    evaluation = SamplingConfig.for_evaluation(args, make_eval_dataset(name="sums"))
     assert evaluation.params(sample_of(), 0, 1)["sampling_seed"] == sampling_seed(42, "eval", "sums", 0, 1)
 
 
@@ -96,9 +96,9 @@ def test_seeds_are_31_bit_and_distinct(make_args, make_eval_dataset):
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert len(set(seeds)) > 19_990  # 20 000 of 2^31: less than one clash expected in ten
     plans = [
-        SamplingPlan.for_evaluation(make_args(**DETERMINISTIC), make_eval_dataset(name=name)) for name in ("a", "b")
+        SamplingConfig.for_evaluation(make_args(**DETERMINISTIC), make_eval_dataset(name=name)) for name in ("a", "b")
     ]
-    plans.append(SamplingPlan.for_training(make_args(**DETERMINISTIC)))
+    plans.append(SamplingConfig.for_training(make_args(**DETERMINISTIC)))
     seeds = [
         plan.params(sample_of(), row, repeat)["sampling_seed"]
         for plan in plans

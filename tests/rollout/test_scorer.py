@@ -7,10 +7,10 @@ import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.hooks import HookError
-from slimrl.rollout.rm_hub import RewardRule, RewardScorer, async_rm
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer, async_rm
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 
-NOTHING = RewardRule(None, None)
+NOTHING = RewardConfig(None, None)
 
 HOOKS = """
 import asyncio
@@ -83,12 +83,12 @@ def right_sample(**changes):
 
 def test_the_nearest_choice_wins(scorer, hooks):
     sample = right_sample(response="no box", index=0)
-    everything = RewardRule(f"{hooks}.seven", "math")
+    everything = RewardConfig(f"{hooks}.seven", "math")
     score = lambda sample, rule: asyncio.run(scorer.score(sample, rule))  # noqa: E731
-    assert score(sample, RewardRule(None, "math")) == 0.0
+    assert score(sample, RewardConfig(None, "math")) == 0.0
     sample.metadata["rm_type"] = "random"
-    by_coin = score(sample, RewardRule(None, "math"))
-    assert by_coin == score(sample, RewardRule(None, "random"))
+    by_coin = score(sample, RewardConfig(None, "math"))
+    assert by_coin == score(sample, RewardConfig(None, "random"))
     assert score(sample, everything) == 7.0
     sample.custom_rm_path = f"{hooks}.as_dict"
     assert score(sample, everything) == {"score": 1.0, "acc": 0}
@@ -100,11 +100,11 @@ def test_no_reward_and_an_unknown_reward_are_sentences(scorer):
     with pytest.raises(ValueError, match="'maths' is not known: use dapo, deepscaler, f1, gpqa, ifbench, ifeval, math"):
         asyncio.run(scorer.score(right_sample(metadata={"rm_type": "maths"}), NOTHING))
     with pytest.raises(ValueError, match="--rm-type: the reward type 'maths' is not known"):
-        RewardRule(None, "maths").check("--rm-type")
+        RewardConfig(None, "maths").check("--rm-type")
 
 
 def test_scalars_of_other_libraries_become_floats(scorer, hooks):
-    assert asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.scalar", None))) == 0.25
+    assert asyncio.run(scorer.score(right_sample(), RewardConfig(f"{hooks}.scalar", None))) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_scalars_of_other_libraries_become_floats(scorer, hooks):
 )
 def test_a_failing_user_function_is_an_error_never_a_zero(scorer, hooks, name, error, message):
     with pytest.raises(error, match=message):
-        asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.{name}", None)))
+        asyncio.run(scorer.score(right_sample(), RewardConfig(f"{hooks}.{name}", None)))
 
 
 def test_a_user_function_that_takes_too_long_is_an_error(make_args, hooks):
     scorer = RewardScorer(make_args(), custom_time_limit_s=0.1)
     with pytest.raises(TimeoutError, match="reward_hooks.slow took more than 0.1 s: give it a limit of its own"):
-        asyncio.run(scorer.score(right_sample(), RewardRule(f"{hooks}.slow", None)))
+        asyncio.run(scorer.score(right_sample(), RewardConfig(f"{hooks}.slow", None)))
     scorer.close()
 
 
 def test_a_user_function_may_ask_the_built_in_reward(scorer, hooks):
-    rule = RewardRule(f"{hooks}.half_of_builtin", None)
+    rule = RewardConfig(f"{hooks}.half_of_builtin", None)
     assert asyncio.run(scorer.score(right_sample(), rule)) == 0.5
     assert asyncio.run(scorer.score(right_sample(response="\\boxed{1+1}"), rule)) == 0.5
 
@@ -146,7 +146,7 @@ def test_a_grader_without_a_verdict_is_counted_not_hidden(make_args, caplog):
     scorer = RewardScorer(make_args(), graders=GraderPool(time_limit_s=0.5, size=1))
     sample = right_sample(response="\\boxed{\\int_0^1 x^{x^{x}} \\sin(\\tan(x^7)) dx}", label="x+1")
     try:
-        assert asyncio.run(scorer.score(sample, RewardRule(None, "math"))) == 0.0
+        assert asyncio.run(scorer.score(sample, RewardConfig(None, "math"))) == 0.0
     finally:
         scorer.close()
     assert sample.metadata["reward_failure"] == "the grader took more than 0.5 s grading and was killed"
@@ -161,41 +161,41 @@ def group(*responses):
 
 
 def test_a_group_is_judged_in_one_call_in_its_order(scorer, hooks):
-    rule = RewardRule(f"{hooks}.by_length", None)
+    rule = RewardConfig(f"{hooks}.by_length", None)
     assert asyncio.run(scorer.score_group(group("abcd", "ab", "abc"), rule)) == [1.0, 0.5, 0.75]
     assert sys.modules[hooks].calls == [[0, 1, 2]]
-    assert asyncio.run(scorer.score_group(group("a", "b"), RewardRule(f"{hooks}.as_array", None))) == [1.0, 1.0]
+    assert asyncio.run(scorer.score_group(group("a", "b"), RewardConfig(f"{hooks}.as_array", None))) == [1.0, 1.0]
 
 
 def test_in_a_group_a_samples_own_function_goes_first(scorer, hooks):
     samples = group("abcd", "ab", "abc", "a")
     samples[1].custom_rm_path = f"{hooks}.as_array"
-    rewards = asyncio.run(scorer.score_group(samples, RewardRule(f"{hooks}.by_length", None)))
+    rewards = asyncio.run(scorer.score_group(samples, RewardConfig(f"{hooks}.by_length", None)))
     assert rewards == [1.0, 1.0, 0.75, 0.25] and sys.modules[hooks].calls == [[0, 2, 3]]
 
 
 def test_a_group_without_a_function_is_judged_by_rule(scorer):
     samples = group("\\boxed{2}", "\\boxed{3}", "no box")
-    assert asyncio.run(scorer.score_group(samples, RewardRule(None, "math"))) == [1.0, 0.0, 0.0]
+    assert asyncio.run(scorer.score_group(samples, RewardConfig(None, "math"))) == [1.0, 0.0, 0.0]
 
 
 def test_a_function_of_a_group_may_ask_the_built_in_rewards(scorer, hooks):
     samples = group("\\boxed{2}", "\\boxed{1+1}", "\\boxed{3}")
-    assert asyncio.run(scorer.score_group(samples, RewardRule(f"{hooks}.builtin_of_all", None))) == [2.0, 2.0, 0.0]
+    assert asyncio.run(scorer.score_group(samples, RewardConfig(f"{hooks}.builtin_of_all", None))) == [2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(("name", "shown"), [("too_few", "1 rewards"), ("none_at_all", "None")])
 def test_a_function_that_forgets_samples_is_an_error(scorer, hooks, name, shown):
     message = f"reward_hooks.{name} returned {shown} for a group of 2 samples: with --group-rm it must return a list"
     with pytest.raises(ValueError, match=message):
-        asyncio.run(scorer.score_group(group("a", "b"), RewardRule(f"{hooks}.{name}", None)))
+        asyncio.run(scorer.score_group(group("a", "b"), RewardConfig(f"{hooks}.{name}", None)))
 
 
 def test_a_failure_of_a_rule_with_a_dict_keeps_its_form(make_args):
     scorer = RewardScorer(make_args(), graders=GraderPool(time_limit_s=0.5, size=1))
     sample = right_sample(response="Answer: 99999999!", label="x+1")
     try:
-        reward = asyncio.run(scorer.score(sample, RewardRule(None, "dapo")))
+        reward = asyncio.run(scorer.score(sample, RewardConfig(None, "dapo")))
     finally:
         scorer.close()
     assert reward == {"score": -1.0, "acc": False, "pred": "[INVALID]"}

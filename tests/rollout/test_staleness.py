@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.asynchronous.staleness import anew, is_of_other_weights, may_go, oldest_version, staleness_metrics
+from slimrl.rollout.asynchronous.staleness import (
+    anew,
+    can_train_without_expiring,
+    has_unknown_version,
+    oldest_version,
+    staleness_metrics,
+)
 
 
 def sample(*spans, mask=None) -> Sample:
@@ -63,33 +69,33 @@ def test_a_sample_begins_anew_from_its_prompt():
 
 
 def test_a_sample_is_of_other_weights_where_trained_tokens_are_of_unknown_or_of_later_ones():
-    assert not is_of_other_weights(sample(("4", 2), ("6", 1)), 6)
-    assert is_of_other_weights(sample(("4", 2), ("7", 1)), 6)
-    assert is_of_other_weights(sample(("default", 2)), 6)
-    assert is_of_other_weights(sample(("4", 2), ("", 1)), 6)
-    assert not is_of_other_weights(sample(("4", 2), ("", 1), mask=[1, 1, 0]), 6)  # the words of a tool
+    assert not has_unknown_version(sample(("4", 2), ("6", 1)), 6)
+    assert has_unknown_version(sample(("4", 2), ("7", 1)), 6)
+    assert has_unknown_version(sample(("default", 2)), 6)
+    assert has_unknown_version(sample(("4", 2), ("", 1)), 6)
+    assert not has_unknown_version(sample(("4", 2), ("", 1), mask=[1, 1, 0]), 6)  # the words of a tool
     short = sample(("4", 2))
     short.tokens, short.response_length, short.loss_mask = [*short.tokens, 9], 3, [1, 1, 1]
-    assert is_of_other_weights(short, 6)  # its spans do not reach to the end
+    assert has_unknown_version(short, 6)  # its spans do not reach to the end
 
 
 def test_a_response_that_no_engine_drew_is_of_no_weights():
     brought = Sample("p", tokens=[0, 1, 2], response_length=2, loss_mask=[1, 1], status=SampleStatus.COMPLETED)
-    assert not is_of_other_weights(brought, 6) and not is_of_other_weights(Sample("p"), 6)
+    assert not has_unknown_version(brought, 6) and not has_unknown_version(Sample("p"), 6)
     for drawn in ({"status": SampleStatus.ABORTED}, {"weight_versions": ["3"]}, {"metadata": {"start_rollout_id": 3}}):
-        assert is_of_other_weights(dataclasses.replace(brought, **drawn), 6)
+        assert has_unknown_version(dataclasses.replace(brought, **drawn), 6)
 
 
 def test_a_rollout_waits_only_for_groups_that_the_batches_until_their_last_rollout_cannot_hold():
-    assert may_go(5, [9, 9], [7, 7, 7])  # rollouts 6 and 7 have room for four
-    assert not may_go(5, [9, 9], [6, 6, 6])  # rollout 6 has room for two
-    assert may_go(5, [9, 9], [6, 6]) and not may_go(5, [9, 9], [5])
+    assert can_train_without_expiring(5, [9, 9], [7, 7, 7])  # rollouts 6 and 7 have room for four
+    assert not can_train_without_expiring(5, [9, 9], [6, 6, 6])  # rollout 6 has room for two
+    assert can_train_without_expiring(5, [9, 9], [6, 6]) and not can_train_without_expiring(5, [9, 9], [5])
 
 
 def test_a_rollout_does_not_wait_where_its_own_groups_are_as_pressed_as_those_that_it_would_wait_for():
-    assert may_go(5, [5], [5])
-    assert may_go(5, [5, 6], [6, 6, 6])  # four of the five have to go into the next four places
-    assert not may_go(5, [6, 7], [6, 6, 6])
+    assert can_train_without_expiring(5, [5], [5])
+    assert can_train_without_expiring(5, [5, 6], [6, 6, 6])  # four of the five have to go into the next four places
+    assert not can_train_without_expiring(5, [6, 7], [6, 6, 6])
 
 
 @given(
@@ -104,7 +110,7 @@ def test_a_rollout_goes_exactly_when_everybody_who_waits_still_finds_a_place(bat
     chosen, others = due[0][:batch], due[0][batch:]
     if len(chosen) < batch:
         return
-    allowed = may_go(rollout, chosen, due[1])
+    allowed = can_train_without_expiring(rollout, chosen, due[1])
     if fits(rollout + 1, batch, others + due[1]):
         assert allowed  # nothing would be gained by waiting
     elif fits(rollout, batch, due[0] + due[1]):

@@ -8,7 +8,7 @@ import threading
 
 from slimrl.data.sample import Sample
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.generation.sample_tracker import UnderWay, running_line
+from slimrl.rollout.generation.sample_tracker import SampleTracker, running_line
 from slimrl.rollout.rollout_generator import RolloutGenerator
 
 HOOKS = """
@@ -62,7 +62,7 @@ def test_the_two_samples_that_hang_are_named_with_stage_and_line(make_args, toke
 
 
 def test_one_sample_may_be_in_two_stages_at_once():
-    sample, under_way = Sample(prompt="?", index=3), UnderWay()
+    sample, under_way = Sample(prompt="?", index=3), SampleTracker()
 
     async def scenario():
         with under_way.at(sample, "generation"):

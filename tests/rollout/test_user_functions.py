@@ -15,7 +15,7 @@ from slimrl.data.train_batch import batch_from_samples
 from slimrl.hooks import HookError, HookFailedError
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
-from slimrl.rollout.convert_samples import batch_from_columns, rewards_of, training_batch
+from slimrl.rollout.convert_samples import batch_from_columns, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -372,7 +372,7 @@ def test_training_data_of_the_users_making_equals_the_built_in_batch_in_what_it_
     samples = [finished(0, 1.0, 3), finished(1, 0.0, remove_sample=True), finished(2, 0.5, 4), finished(3, 0.25)]
     samples[2].status, samples[3].loss_mask = SampleStatus.TRUNCATED, [0, 1]
     args = make_args(custom_convert_samples_to_train_data_path=f"{own}.convert")
-    rewards = rewards_of(args, samples)
+    rewards = compute_rewards(args, samples)
     batch = training_batch(args, samples, rewards)
     raw = torch.tensor([1.0, 0.5, 0.25])
     expected = batch_from_samples([samples[0], *samples[2:]], raw, 2 * raw)
@@ -386,7 +386,7 @@ def test_training_data_that_does_not_fit_is_refused(make_args, own):
     args = make_args(custom_convert_samples_to_train_data_path=f"{own}.convert_badly")
     samples = [finished(0, 1.0), finished(1, 0.0)]
     with pytest.raises(HookFailedError, match=r"columns \['response_lengths', .* are missing and \['multimodal_train"):
-        training_batch(args, samples, rewards_of(args, samples))
+        training_batch(args, samples, compute_rewards(args, samples))
     good = {
         "tokens": [[1, 2, 3]], "response_lengths": [2], "rewards": [1.0], "loss_masks": [[1, 1]],
         "rollout_log_probs": [[-1.0, -1.0]],
@@ -411,7 +411,7 @@ def test_a_reward_post_process_and_a_buffer_filter_that_raise_are_named_with_the
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookFailedError) as caught:
-        rewards_of(make_args(custom_reward_post_process_path="slimrl_fails.two"), [])
+        compute_rewards(make_args(custom_reward_post_process_path="slimrl_fails.two"), [])
     flag = "--custom-reward-post-process-path slimrl_fails.two"
     line = f"{tmp_path}/slimrl_fails.py:1 in two: def two(args, samples): return {{}}['a']"
     assert str(caught.value) == f"{flag} raised KeyError: 'a'\n  {line}"

@@ -32,7 +32,7 @@ def judged_right(row, algebraic):
     sample = Sample(prompt="q", response=row["response"], label=row["label"], metadata=row.get("metadata", {}))
     needs = registry._NEEDS[rule](sample)
     if rule in registry._BOXED_RULES:
-        verdict = registry.at_sight(sample.response, needs["label"], thinks=row["rule"] == "deepscaler")
+        verdict = registry.fast_match(sample.response, needs["label"], thinks=row["rule"] == "deepscaler")
         if verdict is not None:
             return verdict is row["correct"]
     reward = rule_graders.judge(

@@ -50,7 +50,7 @@ def tiny_model(tmp_path: Path) -> Path:
 
 
 @dataclasses.dataclass
-class Fleet:
+class EngineGroup:
     """Two running servers and the router before them."""
 
     model_path: Path
@@ -63,7 +63,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
     from slimrl.engines.sglang.router import RouterProcess
     from slimrl.engines.sglang.server import ServerProcess
 
@@ -83,7 +83,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             server.wait_ready(120)
             router.add_worker(server.url)
         router.wait_ready(2, 60)
-        yield Fleet(model_path, servers, router)
+        yield EngineGroup(model_path, servers, router)
     finally:
         router.stop()
         for server in servers:

@@ -20,7 +20,7 @@ from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl, load_of
 from slimrl.engines.sglang.external_server_check import inspect
 from slimrl.engines.sglang.launch import ServerLaunch
-from slimrl.engines.sglang.router import RunningRouter
+from slimrl.engines.sglang.router import ExternalRouter
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward
 
 SECRET = "k3y-of-the-run"
@@ -158,7 +158,7 @@ def test_every_call_shows_the_key(locked):
 def test_a_router_is_told_the_key_of_the_servers(locked):
     url, seen = locked
     host, port = url.removeprefix("http://").split(":")
-    RunningRouter(host, int(port), key=SECRET).add_worker("http://10.0.0.1:1")
+    ExternalRouter(host, int(port), key=SECRET).add_worker("http://10.0.0.1:1")
     bodies = [json.loads(body) for method, path, body in seen if (method, path) == ("POST", "/workers")]
     assert bodies == [{"url": "http://10.0.0.1:1", "api_key": SECRET}]
 

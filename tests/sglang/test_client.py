@@ -19,16 +19,16 @@ from aiohttp import web
 from slimrl.arguments import Arguments
 from slimrl.engines.http import call
 from slimrl.engines.protocol import (
-    EngineAnswerError,
     EngineError,
     EngineRequestError,
+    EngineResponseError,
     EngineTimeoutError,
     EngineUnavailableError,
 )
 from slimrl.engines.sglang import client as client_module
 from slimrl.engines.sglang.client import SESSION_HEADER, RouterClient
 from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.responses import AnswerReader
+from slimrl.engines.sglang.responses import ResponseReader
 from slimrl.engines.sglang.router import routing_options
 from slimrl.processes.ports import claim_ports
 
@@ -67,10 +67,10 @@ async def stand_in(handler, path="/generate", port=0):
 
 
 async def generate(
-    url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, weights_are_pushed: bool = False, **arguments
+    url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, weights_are_updated: bool = False, **arguments
 ):
     times = {"request_timeout_s": timeout_s, "keep_trying_s": keep_trying_s}
-    async with RouterClient(url, [], concurrency=4, weights_are_pushed=weights_are_pushed, **times) as client:
+    async with RouterClient(url, [], concurrency=4, weights_are_updated=weights_are_updated, **times) as client:
         return await client.generate([1, 2], {"max_new_tokens": 2, "sampling_seed": 9}, **arguments)
 
 
@@ -86,7 +86,7 @@ async def generate(
 )
 def test_an_answer_tells_which_weights_drew_which_tokens(reported, spans):
     meta = ANSWER["meta_info"] | ({} if reported is None else {"weight_versions": reported})
-    assert AnswerReader().generation(orjson.dumps(ANSWER | {"meta_info": meta})).version_spans == spans
+    assert ResponseReader().generation(orjson.dumps(ANSWER | {"meta_info": meta})).version_spans == spans
 
 
 def test_the_request_and_the_answer_pass_unchanged():
@@ -253,8 +253,8 @@ def test_the_router_follows_sessions_where_samples_may_be_conversations_and_the_
     ],
 )
 def test_an_answer_that_is_none_says_what_is_wrong_with_it(content, message):
-    with pytest.raises(EngineAnswerError, match=message):
-        AnswerReader().generation(content)
+    with pytest.raises(EngineResponseError, match=message):
+        ResponseReader().generation(content)
 
 
 @pytest.mark.parametrize(
@@ -275,15 +275,15 @@ def test_an_answer_that_no_engine_can_mean_is_refused_by_what_came(changes, mess
     ids, log_probs = changes.get("output_ids", [3, 4]), changes.get("log_probs", [-0.5, -0.25])
     scored = [[log_prob, token_id, None] for log_prob, token_id in zip(log_probs, ids, strict=True)]
     answer = ANSWER | {"output_ids": ids, "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": scored}}
-    with pytest.raises(EngineAnswerError, match=re.escape(f"the engine's answer cannot be used: {message}")):
-        AnswerReader(64).generation(json.dumps(answer).encode())
+    with pytest.raises(EngineResponseError, match=re.escape(f"the engine's answer cannot be used: {message}")):
+        ResponseReader(64).generation(json.dumps(answer).encode())
 
 
 def test_a_log_probability_that_is_rounded_above_zero_and_the_last_token_of_the_vocabulary_are_taken():
     scored = [[2e-7, 3, None], [0.0, 63, None]]
     answer = ANSWER | {"output_ids": [3, 63], "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": scored}}
-    assert AnswerReader(64).generation(orjson.dumps(answer)).token_ids == [3, 63]
-    assert AnswerReader().generation(orjson.dumps(answer)).log_probs == [2e-7, 0.0]
+    assert ResponseReader(64).generation(orjson.dumps(answer)).token_ids == [3, 63]
+    assert ResponseReader().generation(orjson.dumps(answer)).log_probs == [2e-7, 0.0]
 
 
 def test_an_answer_that_cannot_be_used_names_the_router_and_the_servers_behind_it_and_is_not_asked_for_again():
@@ -302,7 +302,7 @@ def test_an_answer_that_cannot_be_used_names_the_router_and_the_servers_behind_i
             async with client:
                 await client.generate([1], {})
 
-    with pytest.raises(EngineAnswerError) as caught:
+    with pytest.raises(EngineResponseError) as caught:
         asyncio.run(body())
     assert calls == 1
     assert re.search(
@@ -335,8 +335,8 @@ def test_a_redirect_is_a_refusal_and_the_prompt_goes_nowhere_else():
         {"weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]},
     ],
 )
-@pytest.mark.parametrize("pushed", [True, False])
-def test_an_answer_with_weights_that_nobody_pushed_is_not_used(foreign, pushed):
+@pytest.mark.parametrize("updated", [True, False])
+def test_an_answer_with_weights_that_nobody_updated_is_not_used(foreign, updated):
     calls = 0
 
     async def handler(request):
@@ -347,11 +347,11 @@ def test_an_answer_with_weights_that_nobody_pushed_is_not_used(foreign, pushed):
 
     async def body():
         async with stand_in(handler) as url:
-            return await generate(url, weights_are_pushed=pushed)
+            return await generate(url, weights_are_updated=updated)
 
     answer = asyncio.run(body())
     versions = {answer.weight_version, *(version for version, _ in answer.version_spans)}
-    assert (calls, "default" in versions) == ((2, False) if pushed else (1, True))
+    assert (calls, "default" in versions) == ((2, False) if updated else (1, True))
 
 
 def test_a_server_that_never_gets_weights_ends_the_request_by_name():
@@ -360,11 +360,9 @@ def test_a_server_that_never_gets_weights_ends_the_request_by_name():
 
     async def body():
         async with stand_in(handler) as url:
-            await generate(url, weights_are_pushed=True)
+            await generate(url, weights_are_updated=True)
 
-    with pytest.raises(
-        EngineUnavailableError, match="the weights 'default', which this run never pushed .tried 7 times"
-    ):
+    with pytest.raises(EngineUnavailableError, match="the weights 'default', which this run never sent .tried 7 times"):
         asyncio.run(body())
 
 
@@ -388,7 +386,7 @@ def test_misaligned_log_probs_are_an_error():
         async with stand_in(handler) as url:
             await generate(url)
 
-    with pytest.raises(EngineAnswerError, match="log-probabilities"):
+    with pytest.raises(EngineResponseError, match="log-probabilities"):
         asyncio.run(body())
 
 
@@ -561,7 +559,7 @@ def test_control_says_which_field_of_an_answer_is_amiss_and_what_came(text, ask,
         finally:
             await runner.cleanup()
 
-    with pytest.raises(EngineAnswerError, match=message):
+    with pytest.raises(EngineResponseError, match=message):
         asyncio.run(body())
 
 

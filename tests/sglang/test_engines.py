@@ -31,7 +31,7 @@ from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.router import RouterProcess, routing_options
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.sampling import SamplingConfig
 from tests.sglang import rollout_jobs
 
 pytestmark = pytest.mark.slow
@@ -171,7 +171,7 @@ def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
 def test_rollouts_that_are_cut_off_and_continued_are_what_uncut_ones_would_be(fleet, reference, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
     args = rollout_jobs.rollout_args(tmp_path)
-    plan = SamplingPlan.for_training(args)
+    plan = SamplingConfig.for_training(args)
 
     async def uncut(client, sample):
         prompt = sample.tokens[: sample.prompt_length]

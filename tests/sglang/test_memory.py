@@ -16,7 +16,7 @@ from slimrl.engines.sglang.server_args import with_defaults
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3
-from tests.weights.test_real_servers import SERVER_OPTIONS, assert_serves, push
+from tests.weights.test_real_servers import SERVER_OPTIONS, assert_serves, update_weights
 
 EVERYTHING = ["weights", "kv_cache", "cuda_graph"]
 
@@ -108,7 +108,7 @@ def test_calls_that_a_server_would_die_of_are_refused_and_not_sent():
     assert [name for name, _ in server.told] == ["flush", "release", "resume"]
 
 
-def test_generating_needs_everything_and_a_push_the_weights():
+def test_generating_needs_everything_and_a_weight_update_the_weights():
     memory = EngineMemory([FakeServer()])
     memory.require("generating")
     memory.release()
@@ -117,7 +117,7 @@ def test_generating_needs_everything_and_a_push_the_weights():
     ):
         memory.require("generating")
     memory.resume(["weights"])
-    memory.require("a push", ["weights"])
+    memory.require("a weight update", ["weights"])
     with pytest.raises(EngineMemoryError, match="^generating needs the engines' kv cache and cuda graph, which is rel"):
         memory.require("generating")
 
@@ -175,7 +175,7 @@ def test_a_server_generates_the_same_after_its_memory_was_away_and_other_weights
         for version, folder in (("1", folders[1]), ("2", folders[0])):
             memory.release()
             memory.resume(["weights"])
-            push(pool, 1, folder, engines, "colocated", version, tmp_path)
+            update_weights(pool, 1, folder, engines, "colocated", version, tmp_path)
             memory.resume(["kv_cache", "cuda_graph"])
             assert_serves(url, folder, version)  # log-probabilities as transformers computes them
             answers.append(greedy(url))

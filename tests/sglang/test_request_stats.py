@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slimrl.engines.sglang.responses import AnswerReader, RequestStats, time_statistics
+from slimrl.engines.sglang.responses import RequestStats, ResponseReader, time_statistics
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS
 
@@ -17,10 +17,10 @@ def answer(**meta) -> bytes:
 
 def test_answers_are_added_up_and_taken_once():
     stats = RequestStats()
-    AnswerReader().generation(answer(prompt_tokens=10, cached_tokens=8, e2e_latency=2.0, queue_time=0.5), stats)
-    AnswerReader().generation(answer(prompt_tokens=30, cached_tokens=2, e2e_latency=4.0), stats)
+    ResponseReader().generation(answer(prompt_tokens=10, cached_tokens=8, e2e_latency=2.0, queue_time=0.5), stats)
+    ResponseReader().generation(answer(prompt_tokens=30, cached_tokens=2, e2e_latency=4.0), stats)
     drafts = {"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 9, "spec_verify_ct": 3, "completion_tokens": 9}
-    AnswerReader().generation(answer(prompt_tokens=10, e2e_latency=3.0, **drafts), stats)
+    ResponseReader().generation(answer(prompt_tokens=10, e2e_latency=3.0, **drafts), stats)
     taken = stats.take(samples=2)
     assert taken["rollout/prefix_cache_hit_rate"] == 10 / 50
     assert taken["rollout/avg_cached_tokens_per_sample"] == 5.0
@@ -33,7 +33,7 @@ def test_answers_are_added_up_and_taken_once():
 
 def test_an_answer_without_such_fields_counts_nothing():
     stats = RequestStats()
-    AnswerReader().generation(answer(), stats)
+    ResponseReader().generation(answer(), stats)
     assert stats.take(samples=1) == {}
 
 
@@ -42,7 +42,7 @@ def test_an_evaluation_beside_a_rollout_leaves_its_requests_alone():
 
     async def ask(prompt_tokens):
         await asyncio.sleep(0)
-        AnswerReader().generation(answer(prompt_tokens=prompt_tokens, cached_tokens=5), stats)
+        ResponseReader().generation(answer(prompt_tokens=prompt_tokens, cached_tokens=5), stats)
 
     def in_a_thread(loop):
         asyncio.run_coroutine_threadsafe(ask(1000), loop).result()

@@ -7,13 +7,13 @@ from slimrl.tiny.task import Addition, boxed, split_additions
 
 def test_a_sum_with_a_carry_has_a_forgetful_answer_ten_too_small():
     problem = Addition(37, 45)
-    assert (problem.question, problem.answer, problem.forgetful_answer) == ("37+45=", 82, 72)
+    assert (problem.question, problem.answer, problem.noisy_answer) == ("37+45=", 82, 72)
 
 
 def test_a_sum_without_a_carry_cannot_be_forgotten():
     problem = Addition(31, 45)
     assert not problem.needs_carry
-    assert problem.forgetful_answer == problem.answer == 76
+    assert problem.noisy_answer == problem.answer == 76
 
 
 def test_nine_and_one_is_the_smallest_carry_of_the_ones():

@@ -1,6 +1,7 @@
 """Trainer ranks and engines on numbered GPUs, and a check that every engine gets and serves the ranks' weights.
 
-The same on GPUs and without: GPUs are logical where there are none. Called by the tests of this folder and by tests/gpu.
+The same on GPUs and without: GPUs are logical where there are none. Called by the tests of this folder and by
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def check(
     limit: float = 1e-5,
     start_timeout_s: float = 120,
 ) -> None:
-    """Starts the engines on the first of two models and pushes the other one, twice.
+    """Starts the engines on the first of two models and updates them to the other one, twice.
 
     Every tensor of every engine must be the trainer's bit for bit, at the first attempt, and its log-probabilities
     within `limit` of transformers' on weights of `dtype`.
@@ -77,7 +78,7 @@ def check(
         engines = [EngineEndpoint(one.url, gpus) for one, gpus in zip(servers, placement.engines, strict=True)]
         with RankPool(placement.trainers) as trainers:
             results = trainers.run(
-                ranks.pushes, args, folders[1], engines, placement.way, ["1", "2"], root, timeout_s=300
+                ranks.weight_updates, args, folders[1], engines, placement.way, ["1", "2"], root, timeout_s=300
             )
         for reports in results:
             assert all(not isinstance(report, str) for report in reports), results

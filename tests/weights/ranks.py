@@ -15,12 +15,12 @@ from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.update.topology import EngineEndpoint
 
 if TYPE_CHECKING:
-    from slimrl.weights.update.weight_updater import PushReport
+    from slimrl.weights.update.weight_updater import WeightUpdateReport
 
 BUCKET_BYTES = 20_000  # many small buckets, and an embedding larger than one
 
 
-def pushes(
+def weight_updates(
     rank: int,
     world_size: int,
     init_method: str,
@@ -32,10 +32,12 @@ def pushes(
     folder: Path,
     check_equal: bool = True,
     left: list[EngineEndpoint] | None = None,
-) -> list[PushReport | str]:
-    """Loads `hf_dir` into a Megatron model and pushes it under each version, `way` being a constructor's name.
+) -> list[WeightUpdateReport | str]:
+    """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
+    constructor's name.
 
-    The report of each push, or the text of its error. With `left`, another updater pushes to those engines in the end.
+    The report of each weight update, or the text of its error. With `left`, another updater updates those engines in
+    the end.
     """
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
@@ -52,13 +54,13 @@ def pushes(
     make = getattr(WeightUpdater, way)
     more = (folder,) if way == "disk" else ()
     updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
-    results: list[PushReport | str] = []
+    results: list[WeightUpdateReport | str] = []
     for version in [*versions, *(["left"] if left else [])]:
         if version == "left":
             updater.retire()
             updater = make(ModelSource(shape, family, state), left, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
         try:
-            results.append(updater.push(built, version=version, check_equal=check_equal))
+            results.append(updater.update_weights(built, version=version, check_equal=check_equal))
         except WeightSyncError as error:
             results.append(str(error))
     updater.close()
@@ -66,7 +68,7 @@ def pushes(
     return results
 
 
-def push(
+def update_weights(
     rank: int,
     world_size: int,
     init_method: str,
@@ -77,10 +79,12 @@ def push(
     version: str,
     folder: Path,
 ) -> tuple[int, int] | str:
-    """One of `pushes`: (bytes, buckets), or the text of the error."""
+    """One of `weight_updates`: (bytes, buckets), or the text of the error."""
     # servers report the checksums of their first pipeline stage only
     check_equal = not any(engine.has_stages for engine in engines)
-    (result,) = pushes(rank, world_size, init_method, args, hf_dir, engines, way, [version], folder, check_equal)
+    (result,) = weight_updates(
+        rank, world_size, init_method, args, hf_dir, engines, way, [version], folder, check_equal
+    )
     return result if isinstance(result, str) else (result.bytes, result.buckets)
 
 

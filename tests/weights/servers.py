@@ -1,4 +1,4 @@
-"""Inference servers that only exist in this process: they load what is pushed, as the real one's interface says."""
+"""Inference servers that only exist in this process: they load what is updated, as the real one's interface says."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimrl.weights.update.buckets import ReusedBuffer, TwoInTurn, iter_buckets
+from slimrl.weights.update.buckets import DoubleBuffer, ReusedBuffer, iter_buckets
 
 CPU = torch.device("cpu")
 
@@ -72,12 +72,12 @@ def test_tensors_that_belong_together_share_a_bucket_even_where_it_is_too_small_
 
     for max_bytes, expected in ((24, [["a"], ["b", "c"], ["d"]]), (12, [["a"], ["b", "c"], ["d"]])):
         names, values = [], {}
-        for bucket in iter_buckets(tensors(), max_bytes, ReusedBuffer(CPU), with_next={"b"}):
+        for bucket in iter_buckets(tensors(), max_bytes, ReusedBuffer(CPU), fuse_with_next={"b"}):
             names.append([entry.name for entry in bucket.entries])
             values |= {name: tensor[0].item() for name, tensor in bucket.tensors()}
         assert names == expected and values == {"a": 0, "b": 1, "c": 2, "d": 3}
     with pytest.raises(ValueError, match="d must travel with the tensor after it"):
-        list(iter_buckets(tensors(), 64, ReusedBuffer(CPU), with_next={"d"}))
+        list(iter_buckets(tensors(), 64, ReusedBuffer(CPU), fuse_with_next={"d"}))
 
 
 def test_two_buffers_are_taken_in_turn_from_the_first():
@@ -88,7 +88,7 @@ def test_two_buffers_are_taken_in_turn_from_the_first():
         def take(self, num_bytes: int) -> torch.Tensor:
             return torch.full((num_bytes,), self.value, dtype=torch.uint8)
 
-    both = TwoInTurn(Named(1), Named(2))
+    both = DoubleBuffer(Named(1), Named(2))
     assert [int(both.take(1)) for _ in range(3)] == [1, 2, 1]
     both.rewind()
     assert int(both.take(1)) == 1

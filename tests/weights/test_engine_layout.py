@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import LatentShape, ModelShape
+from slimrl.models.model_spec import LatentDims, ModelShape
 from slimrl.weights.update.verify import EngineLayout, engine_shard, engine_tensor
 
 SHAPE = ModelShape(
@@ -27,7 +27,7 @@ SHAPE = ModelShape(
     moe_layers=(True,),
     moe_ffn_hidden_size=40,
     expert_bias=True,
-    latent=LatentShape(q_lora_rank=6, kv_lora_rank=4, qk_head_dim=2, qk_pos_emb_head_dim=2, v_head_dim=2),
+    latent=LatentDims(q_lora_rank=6, kv_lora_rank=4, qk_head_dim=2, qk_pos_emb_head_dim=2, v_head_dim=2),
 )
 DEEPSEEK = family_for({"model_type": "deepseek_v3"})
 

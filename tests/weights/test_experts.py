@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slimrl.models.families import Family, family_for, glm4, param_mapping
+from slimrl.models.families import ModelMapping, family_for, glm4, param_mapping
 from slimrl.models.model_spec import ModelShape
 from slimrl.weights.convert.hf_to_megatron import check_checkpoint, load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
@@ -30,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: TOYS[name].save(root / name, tokenizer=False) for name in ("qwen2-moe", "qwen3-moe", "glm4-moe")}
 
 
-def describe(folder: Path, **changes: Any) -> tuple[ModelShape, Family]:
+def describe(folder: Path, **changes: Any) -> tuple[ModelShape, ModelMapping]:
     config = read_hf_config(folder) | changes
     return ModelShape.from_hf_config(config), family_for(config)
 
@@ -40,7 +40,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def empty_model(
-    shape: ModelShape, family: Family, *, experts: range, spelling: int = ONE_BY_ONE, etp_size: int = 1
+    shape: ModelShape, family: ModelMapping, *, experts: range, spelling: int = ONE_BY_ONE, etp_size: int = 1
 ) -> nn.Module:
     """What a rank that holds `experts` has, filled with NaN; its own numbers count from 0."""
     tensors = {}

@@ -1,4 +1,4 @@
-"""The cheap check of every push: a bucket that differs from the table is found before a server goes on."""
+"""The cheap check of every weight update: a bucket that differs from the table is found before a server goes on."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def tick_off(named: list[tuple[str, torch.Tensor]]) -> None:
+def check_off(named: list[tuple[str, torch.Tensor]]) -> None:
     manifest = Manifest(FAMILY, SHAPE)
     for bucket in iter_buckets(iter(named), 4096, ReusedBuffer(torch.device("cpu"))):
-        manifest.tick_off(bucket)
+        manifest.check_off(bucket)
     manifest.close()
 
 
 def test_the_whole_model_is_accepted():
-    tick_off(tensors())
+    check_off(tensors())
 
 
 def test_a_tensor_left_out_is_named_wherever_it_was():
     with pytest.raises(ValueError, match=r"holds \S+\.0\.mlp\.up_proj\.weight.*has \S+\.0\.mlp\.gate_proj"):
-        tick_off([entry for entry in tensors() if not entry[0].endswith("layers.0.mlp.gate_proj.weight")])
+        check_off([entry for entry in tensors() if not entry[0].endswith("layers.0.mlp.gate_proj.weight")])
     with pytest.raises(ValueError, match=r"^model\.norm\.weight of the table of qwen3 was not sent"):
-        tick_off(tensors()[:-1])
+        check_off(tensors()[:-1])
 
 
 def test_a_tensor_sent_twice_or_in_another_shape_is_named():
     named = tensors()
     with pytest.raises(ValueError, match=r"holds model\.norm\.weight \[8\].*the table of qwen3 has nothing"):
-        tick_off([*named, named[-1]])
+        check_off([*named, named[-1]])
     with pytest.raises(ValueError, match=r"holds model\.norm\.weight \[9\].*has model\.norm\.weight \[8\]"):
-        tick_off([*named[:-1], ("model.norm.weight", torch.zeros(9))])
+        check_off([*named[:-1], ("model.norm.weight", torch.zeros(9))])
 
 
 def test_bytes_that_belong_to_no_tensor_are_found():
     (bucket,) = iter_buckets(iter(tensors()), 1 << 20, ReusedBuffer(torch.device("cpu")))
     longer = dataclasses.replace(bucket, flat=torch.zeros(bucket.flat.numel() + 4, dtype=torch.uint8))
     with pytest.raises(ValueError, match="packed wrongly"):
-        Manifest(FAMILY, SHAPE).tick_off(longer)
+        Manifest(FAMILY, SHAPE).check_off(longer)

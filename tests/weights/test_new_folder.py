@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from slimrl.weights import atomic_dir
-from slimrl.weights.atomic_dir import NewFolder, check_apart
+from slimrl.weights.atomic_dir import AtomicDir, check_apart
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def test_nothing_is_at_the_final_place_until_the_end(tmp_path):
-    with NewFolder(tmp_path / "out") as folder:
+    with AtomicDir(tmp_path / "out") as folder:
         (folder.partial / "a").write_text("1")
         assert not (tmp_path / "out").exists()
     assert (tmp_path / "out" / "a").read_text() == "1"
@@ -24,7 +24,7 @@ def test_nothing_is_at_the_final_place_until_the_end(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_or_ctrl_c_leaves_nothing(tmp_path, error):
-    with pytest.raises(error), NewFolder(tmp_path / "out") as folder:
+    with pytest.raises(error), AtomicDir(tmp_path / "out") as folder:
         (folder.partial / "a").write_text("1")
         raise error
     assert list(tmp_path.iterdir()) == []
@@ -32,11 +32,11 @@ def test_an_error_or_ctrl_c_leaves_nothing(tmp_path, error):
 
 def test_an_empty_folder_is_filled_and_a_full_one_refused(tmp_path):
     (tmp_path / "out").mkdir()
-    with NewFolder(tmp_path / "out") as folder:
+    with AtomicDir(tmp_path / "out") as folder:
         (folder.partial / "a").write_text("1")
     with pytest.raises(FileExistsError, match="out exists already and is not empty"):
-        NewFolder(tmp_path / "out")
-    with NewFolder(tmp_path / "out", replace=["a"]) as folder:
+        AtomicDir(tmp_path / "out")
+    with AtomicDir(tmp_path / "out", replace=["a"]) as folder:
         (folder.partial / "b").write_text("2")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -47,13 +47,13 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(tmp_path):
     for name in ("part-1", "part-2", "thesis.txt"):
         (tmp_path / "out" / name).write_text("precious")
     with pytest.raises(ValueError, match=r"also holds thesis\.txt, which would be lost"):
-        NewFolder(tmp_path / "out", replace=["part-?"])
+        AtomicDir(tmp_path / "out", replace=["part-?"])
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
 
 def test_a_file_that_came_into_an_old_output_meanwhile_is_kept(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=r"thesis\.txt"), NewFolder(tmp_path / "out", replace=["part"]):
+    with pytest.raises(ValueError, match=r"thesis\.txt"), AtomicDir(tmp_path / "out", replace=["part"]):
         (tmp_path / "out" / "thesis.txt").write_text("precious")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -65,7 +65,7 @@ def test_a_link_to_a_folder_elsewhere_stays_and_its_folder_is_filled(tmp_path, o
     if old:
         (tmp_path / "disk" / "a").write_text("1")
     (tmp_path / "out").symlink_to(tmp_path / "disk", target_is_directory=True)
-    with NewFolder(tmp_path / "out", replace=["a"]) as folder:
+    with AtomicDir(tmp_path / "out", replace=["a"]) as folder:
         (folder.partial / "b").write_text("2")
     assert (tmp_path / "out").is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["b"]
@@ -74,11 +74,11 @@ def test_a_link_to_a_folder_elsewhere_stays_and_its_folder_is_filled(tmp_path, o
 def test_a_file_in_the_way_is_refused_even_with_replace(tmp_path):
     (tmp_path / "out").write_text("precious")
     with pytest.raises(NotADirectoryError, match="is a file"):
-        NewFolder(tmp_path / "out", replace=["*"])
+        AtomicDir(tmp_path / "out", replace=["*"])
 
 
 def test_what_came_into_the_folder_meanwhile_is_not_overwritten(tmp_path):
-    with pytest.raises(FileExistsError, match="not empty"), NewFolder(tmp_path / "out"):
+    with pytest.raises(FileExistsError, match="not empty"), AtomicDir(tmp_path / "out"):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").write_text("kept")
     assert (tmp_path / "out" / "mine").read_text() == "kept"
@@ -89,23 +89,23 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     left = atomic_dir.partial_path(tmp_path / "out")
     left.mkdir()
     (left / "half").write_text("1")
-    with NewFolder(tmp_path / "out") as folder:
+    with AtomicDir(tmp_path / "out") as folder:
         assert list(folder.partial.iterdir()) == []
 
 
 def test_a_second_run_on_the_same_folder_is_refused_while_the_first_goes_on(tmp_path):
-    with NewFolder(tmp_path / "out") as first:
+    with AtomicDir(tmp_path / "out") as first:
         (first.partial / "a").write_text("1")
         with pytest.raises(FileExistsError, match="being written by another process"):
-            NewFolder(tmp_path / "out").open()
+            AtomicDir(tmp_path / "out").open()
     assert (tmp_path / "out" / "a").read_text() == "1"
 
 
 def test_a_disk_too_full_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * 1024**3 // 2))
     with pytest.raises(ValueError, match=r"needs 2\.00 GiB and its disk has 1\.50 GiB free"):
-        NewFolder(tmp_path / "deep" / "out", needed_bytes=2 * 1024**3)
-    NewFolder(tmp_path / "deep" / "out", needed_bytes=1024**3)
+        AtomicDir(tmp_path / "deep" / "out", needed_bytes=2 * 1024**3)
+    AtomicDir(tmp_path / "deep" / "out", needed_bytes=1024**3)
 
 
 def test_an_output_that_holds_the_input_is_refused(tmp_path):
@@ -118,4 +118,4 @@ def test_an_output_that_holds_the_input_is_refused(tmp_path):
 
 def test_a_mount_point_is_refused_before_anything_is_written():
     with pytest.raises(ValueError, match=r"/dev/shm is where a disk is mounted.*choose a folder in it"):
-        NewFolder(Path("/dev/shm"), replace=["*"])
+        AtomicDir(Path("/dev/shm"), replace=["*"])

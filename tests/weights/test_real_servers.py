@@ -106,9 +106,11 @@ def whole_model_bytes(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
 
 
-def push(pool: RankPool, tensor_parallel: int, folder: Path, engines, way: str, version: str, disk: Path) -> list:
+def update_weights(
+    pool: RankPool, tensor_parallel: int, folder: Path, engines, way: str, version: str, disk: Path
+) -> list:
     args = tiny_args(tensor_model_parallel_size=tensor_parallel)
-    return pool.run(ranks.push, args, folder, engines, way, version, disk, timeout_s=180)
+    return pool.run(ranks.update_weights, args, folder, engines, way, version, disk, timeout_s=180)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_colocated_engines_serve_the_new_weights(
     folder = folders[1 + int(version) % 2]
     engines = [EngineEndpoint(url, own) for url, own in zip(servers, gpus, strict=True) if own is not None]
     pool = one_rank if world == 1 else two_ranks
-    results = push(pool, tensor_parallel, folder, engines, "colocated", version, tmp_path)
+    results = update_weights(pool, tensor_parallel, folder, engines, "colocated", version, tmp_path)
     assert all(num_bytes == whole_model_bytes(folder) and buckets > 5 for num_bytes, buckets in results), results
     for engine in engines:
         assert_serves(engine.url, folder, version)
@@ -142,7 +144,7 @@ def test_colocated_engines_serve_the_new_weights(
 def test_pipeline_stages_serve_the_new_weights(version, world, nodes, staged, folders, one_rank, two_ranks, tmp_path):
     folder = folders[int(version)]
     engine = EngineEndpoint(staged, [0, 1], nodes=nodes, tensor_parallel_size=1)
-    results = push(one_rank if world == 1 else two_ranks, 1, folder, [engine], "colocated", version, tmp_path)
+    results = update_weights(one_rank if world == 1 else two_ranks, 1, folder, [engine], "colocated", version, tmp_path)
     assert all(num_bytes == whole_model_bytes(folder) and buckets > 5 for num_bytes, buckets in results), results
     assert_serves(staged, folder, version)
 
@@ -151,7 +153,7 @@ def test_pipeline_stages_serve_the_new_weights(version, world, nodes, staged, fo
 def test_engines_on_other_gpus_serve_the_new_weights(way, version, servers, folders, two_ranks, tmp_path):
     folder = folders[1 + int(version) % 2]
     engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3], [4, 5]), strict=True)]
-    results = push(two_ranks, 2, folder, engines, way, version, tmp_path / "updates")
+    results = update_weights(two_ranks, 2, folder, engines, way, version, tmp_path / "updates")
     assert all(num_bytes == whole_model_bytes(folder) for num_bytes, _ in results), results
     for engine in engines:
         assert_serves(engine.url, folder, version)
@@ -175,25 +177,25 @@ def test_a_server_that_refuses_a_broadcast_is_named_and_keeps_its_version(server
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [2]), EngineEndpoint(servers[1], [3])]
     before = ServerControl(servers[1]).weight_version()
-    results = two_ranks.run(ranks.push, args, larger, engines, "split", "7", tmp_path, timeout_s=180)
+    results = two_ranks.run(ranks.update_weights, args, larger, engines, "split", "7", tmp_path, timeout_s=180)
     assert all(isinstance(result, str) and servers[1] in result for result in results), results
     assert ServerControl(servers[1]).weight_version() == before
-    # a complete push puts it right
-    results = push(two_ranks, 2, folders[1], engines, "split", "8", tmp_path)
+    # a complete weight update puts it right
+    results = update_weights(two_ranks, 2, folders[1], engines, "split", "8", tmp_path)
     assert all(not isinstance(result, str) for result in results), results
     assert_serves(servers[1], folders[1], "8")
 
 
 def test_nothing_is_left_in_shared_memory(servers, folders, one_rank, tmp_path):
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    push(one_rank, 1, folders[2], [EngineEndpoint(servers[0], [0])], "colocated", "9", tmp_path)
+    update_weights(one_rank, 1, folders[2], [EngineEndpoint(servers[0], [0])], "colocated", "9", tmp_path)
     left = {path.name for path in Path("/dev/shm").iterdir()} - before
     assert not [name for name in left if name.startswith("torch_") or "slimrl" in name]
 
 
-def test_a_server_that_dies_of_a_push_is_named_on_every_rank(servers, folders, two_ranks, tmp_path):
+def test_a_server_that_dies_of_a_weight_update_is_named_on_every_rank(servers, folders, two_ranks, tmp_path):
     larger = with_larger_vocabulary(folders[1], tmp_path / "larger")
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [0]), EngineEndpoint(servers[2], [1])]
-    results = two_ranks.run(ranks.push, args, larger, engines, "colocated", "10", tmp_path, timeout_s=180)
+    results = two_ranks.run(ranks.update_weights, args, larger, engines, "colocated", "10", tmp_path, timeout_s=180)
     assert all(isinstance(result, str) and "shared tensors failed on http://" in result for result in results), results

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from slimrl.megatron.checkpoint.folder import read_data_state
 from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint
 from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight, write_torch_dist
-from slimrl.weights.safe_pickle import RefusedPickleError, check_extra_state, load_plain, read_metadata
+from slimrl.weights.safe_pickle import UnsafePickleError, check_extra_state, load_plain, read_metadata
 from tests.weights.models import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def test_metadata_that_would_run_a_program_is_refused_by_file_and_function(check
         "an argument": collections.OrderedDict(a=Touch(victim)),
     }[hidden_in]
     (checkpoint / ".metadata").write_bytes(pickle.dumps(bad))
-    with pytest.raises(RefusedPickleError, match=r"release/\.metadata asks for posix\.system.*take the"):
+    with pytest.raises(UnsafePickleError, match=r"release/\.metadata asks for posix\.system.*take the"):
         TorchDistCheckpoint(checkpoint)
     assert not victim.exists()
     pickle.loads((checkpoint / ".metadata").read_bytes())
@@ -94,7 +94,7 @@ def test_metadata_that_would_run_a_program_is_refused_by_file_and_function(check
 def test_no_other_name_is_admitted_not_even_by_way_of_one_that_is(checkpoint: Path, module: str, name: str):
     call = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)) + b"\x93)R."
     (checkpoint / ".metadata").write_bytes(call)
-    with pytest.raises(RefusedPickleError, match=f"asks for {module}.{name}"):
+    with pytest.raises(UnsafePickleError, match=f"asks for {module}.{name}"):
         read_metadata(checkpoint)
 
 
@@ -127,7 +127,7 @@ def test_a_member_of_an_enum_is_found_as_early_releases_of_python_wrote_it(check
 )
 def test_no_other_attribute_is_looked_up(checkpoint: Path, module: str, name: str, attribute: str):
     (checkpoint / ".metadata").write_bytes(asks_for_attribute(module, name, attribute))
-    with pytest.raises(RefusedPickleError, match=r"asks for builtins\.getattr"):
+    with pytest.raises(UnsafePickleError, match=r"asks for builtins\.getattr"):
         read_metadata(checkpoint)
 
 
@@ -158,9 +158,9 @@ def test_stored_objects_are_plain_data_or_refused_by_function(tmp_path: Path):
     torch.save({"python": (3, (1, 2), None), "state": torch.ones(2)}, tmp_path / "good.pt")
     assert load_plain(tmp_path / "good.pt", "x")["python"] == (3, (1, 2), None)
     torch.save({"rng": Touch(tmp_path / "made")}, tmp_path / "data_state.pt")
-    with pytest.raises(RefusedPickleError, match=r"data_state\.pt asks for posix\.system"):
+    with pytest.raises(UnsafePickleError, match=r"data_state\.pt asks for posix\.system"):
         read_data_state(tmp_path)
-    with pytest.raises(RefusedPickleError, match=r"the entry asks for posix\.system"):
+    with pytest.raises(UnsafePickleError, match=r"the entry asks for posix\.system"):
         load_plain(io.BytesIO((tmp_path / "data_state.pt").read_bytes()), "the entry")
     assert not (tmp_path / "made").exists()
 
@@ -208,14 +208,14 @@ def test_arrays_of_numpy_are_stored_objects_too(dtype: str):
 
 def test_a_class_that_is_only_unknown_is_refused_by_itself_and_with_what_to_do():
     with pytest.raises(
-        RefusedPickleError, match=r"the entry asks for \S+\.Setting, which.*with plain values in that"
+        UnsafePickleError, match=r"the entry asks for \S+\.Setting, which.*with plain values in that"
     ) as error:
         through_a_file({"value": Setting.ON, "n": numpy.float64(1.0), "d": collections.defaultdict(int)})
     assert "numpy" not in str(error.value) and "defaultdict" not in str(error.value)
 
 
 def test_an_array_of_objects_is_refused_without_the_advice_to_run_it():
-    with pytest.raises(RefusedPickleError, match=r"the entry asks for more than plain data \(.*ObjectDType") as error:
+    with pytest.raises(UnsafePickleError, match=r"the entry asks for more than plain data \(.*ObjectDType") as error:
         through_a_file(numpy.array([{}], dtype=object))
     assert "weights_only" not in str(error.value)
 
@@ -240,7 +240,7 @@ def test_module_state_is_tensors_and_numbers_or_refused(tmp_path: Path):
             return torch.storage._load_from_bytes, (inner.getvalue(),)
 
     for state in (Touch(tmp_path / "made"), Nested()):
-        with pytest.raises(RefusedPickleError, match=r"layer\._extra_state asks for posix\.system"):
+        with pytest.raises(UnsafePickleError, match=r"layer\._extra_state asks for posix\.system"):
             check_extra_state(as_bytes({"recipe": state}), "layer._extra_state")
     assert not (tmp_path / "made").exists()
 

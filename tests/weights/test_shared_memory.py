@@ -52,7 +52,7 @@ def test_of_several_references_a_receiver_opens_its_own_alone(one_rank_world):
 def test_one_supplier_gives_every_rank_of_every_stage_the_same_payload():
     buffer = HostSharedBuffer()
     bucket = bucket_of(buffer, 5.0)
-    link = EngineLink(server=None, tensor_parallel_size=2, suppliers=(0, 0, 0, 0), group=None)
+    link = EngineLink(server=None, tensor_parallel_size=2, senders=(0, 0, 0, 0), group=None)
     payloads = link.payloads(bucket, buffer.reference())
     assert link.has_stages and [opened(payload) for payload in payloads] == [[5.0] * 4] * 2
     buffer.close()
@@ -76,7 +76,7 @@ def test_kept_buckets_stay_as_they_are_until_they_are_released():
     for payload in payloads:
         with pytest.raises(RuntimeError):
             opened(payload)
-    # and again, for the next push
+    # and again, for the next weight update
     assert opened(serialize(bucket_of(buffer, 4.0), [buffer.reference()])) == [4.0] * 4
     buffer.close()
     assert set(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,4 @@
-"""Pushing weights: what servers receive and in which order, and that every failure is seen and named."""
+"""Updating weights: what servers receive and in which order, and that every failure is seen and named."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def updater_for(
 def test_every_server_gets_every_tensor_and_then_the_version():
     servers = [RecordingServer("http://a"), RecordingServer("http://b")]
     model = random_model(1)
-    report = updater_for(*servers).push(model, version="3", check_equal=True)
+    report = updater_for(*servers).update_weights(model, version="3", check_equal=True)
     for server in servers:
         assert server.calls == ["begin", *["update"] * report.buckets, "commit 3", "continue"]
         assert sorted(server.tensors) == sorted(FAMILY.hf_names(SHAPE))
@@ -91,7 +91,7 @@ def test_a_server_with_pipeline_stages_is_waited_for_before_memory_is_given_up()
 
     plain, staged = RecordingServer("http://a"), RecordingServer("http://b")
     links = [EngineLink(plain, 1, (0,), None), EngineLink(staged, 1, (0, 0), None)]
-    report = updater_for(plain, staged, transport=ReleasingTransport(links, CPU), with_stages=(1,)).push(
+    report = updater_for(plain, staged, transport=ReleasingTransport(links, CPU), with_stages=(1,)).update_weights(
         random_model(1), version="3"
     )
     assert staged.calls == ["begin", *["update"] * report.buckets, "commit 3", "continue", "settle", "released"]
@@ -99,12 +99,12 @@ def test_a_server_with_pipeline_stages_is_waited_for_before_memory_is_given_up()
     assert sorted(staged.tensors) == sorted(FAMILY.hf_names(SHAPE))
 
 
-def test_the_next_push_brings_the_next_weights():
+def test_the_next_weight_update_brings_the_next_weights():
     server = RecordingServer("http://a")
     updater = updater_for(server, bucket_bytes=1 << 20)
-    updater.push(random_model(1), version="1", check_equal=True)
+    updater.update_weights(random_model(1), version="1", check_equal=True)
     first = server.tensors["model.norm.weight"].clone()
-    updater.push(random_model(2), version="2", check_equal=True)
+    updater.update_weights(random_model(2), version="2", check_equal=True)
     assert not torch.equal(server.tensors["model.norm.weight"], first)
     updater.close()
 
@@ -112,22 +112,22 @@ def test_the_next_push_brings_the_next_weights():
 def test_a_server_that_keeps_its_old_version_is_named_with_both_versions():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", reports="2")]
     with pytest.raises(WeightSyncError, match=r"version '3', http://b reports '2'"):
-        updater_for(*servers).push(random_model(1), version="3")
+        updater_for(*servers).update_weights(random_model(1), version="3")
 
 
 def test_requests_are_given_back_unless_they_are_to_go_on_and_every_attempt_says_so():
     server = RecordingServer("http://a", fails_at=1, failures=1)
     updater = updater_for(server)
-    assert updater.push(random_model(1), version="1", running="retract").attempts == 2
+    assert updater.update_weights(random_model(1), version="1", running="retract").attempts == 2
     assert server.running == ["retract"] * 3  # two beginnings and one end
     server.running.clear()
-    updater.push(random_model(1), version="2")
+    updater.update_weights(random_model(1), version="2")
     assert server.running == ["abort"] * 2
 
 
-def test_a_refused_bucket_makes_the_whole_push_begin_again():
+def test_a_refused_bucket_makes_the_whole_weight_update_begin_again():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1, failures=2)]
-    report = updater_for(*servers).push(random_model(1), version="3", check_equal=True)
+    report = updater_for(*servers).update_weights(random_model(1), version="3", check_equal=True)
     assert (report.attempts, report.buckets) == (3, 3)
     for server in servers:
         assert server.calls.count("begin") == 3
@@ -138,7 +138,7 @@ def test_a_refused_bucket_makes_the_whole_push_begin_again():
 def test_a_server_that_keeps_refusing_is_named_with_how_all_stand_and_no_server_goes_on():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1)]
     with pytest.raises(WeightSyncError) as caught:
-        updater_for(*servers).push(random_model(1), version="3")
+        updater_for(*servers).update_weights(random_model(1), version="3")
     assert "'3' did not get into every server (3 of 3 attempts), so no server goes on: " in str(caught.value)
     assert "failed on http://b: out of memory; " in str(caught.value)
     for server in servers:
@@ -149,10 +149,10 @@ def test_a_server_that_keeps_refusing_is_named_with_how_all_stand_and_no_server_
 def test_nothing_is_tried_again_where_a_server_is_gone_or_late():
     gone = RecordingServer("http://b", fails_at=1, gone=EngineUnavailableError("connection refused"))
     with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*http://b does not answer \(connection refused\)"):
-        updater_for(RecordingServer("http://a"), gone).push(random_model(1), version="3")
+        updater_for(RecordingServer("http://a"), gone).update_weights(random_model(1), version="3")
     late = RecordingServer("http://b", fails_at=1, error=EngineTimeoutError("no answer within 300 s"))
     with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*no answer within 300 s"):
-        updater_for(RecordingServer("http://a"), late).push(random_model(1), version="3")
+        updater_for(RecordingServer("http://a"), late).update_weights(random_model(1), version="3")
 
 
 def test_two_runs_that_share_a_folder_write_apart_and_leave_nothing(tmp_path):
@@ -178,12 +178,12 @@ def buckets_of(model: nn.Module):
     return iter_buckets(iter_hf_tensors(model, SHAPE, FAMILY), 4096, ReusedBuffer(CPU))
 
 
-def test_a_disk_that_cannot_be_written_ends_the_push_without_another_attempt(tmp_path):
+def test_a_disk_that_cannot_be_written_ends_the_weight_update_without_another_attempt(tmp_path):
     (tmp_path / "file").write_text("")
     server = RecordingServer("http://a")
     transport = DiskTransport([server], tmp_path / "file", CPU)
     with pytest.raises(WeightSyncError, match=r"1 of 3 attempts.*Not a directory.*http://a is stopped"):
-        updater_for(server, transport=transport).push(random_model(1), version="3")
+        updater_for(server, transport=transport).update_weights(random_model(1), version="3")
 
 
 def updater_to_disk(server: RecordingServer, folder: Path, post_write) -> WeightUpdater:
@@ -193,7 +193,7 @@ def updater_to_disk(server: RecordingServer, folder: Path, post_write) -> Weight
     return updater
 
 
-def test_a_function_sees_the_files_of_a_push_whole_and_before_any_server_does(tmp_path):
+def test_a_function_sees_the_files_of_a_weight_update_whole_and_before_any_server_does(tmp_path):
     server, seen = RecordingServer("http://a"), []
 
     def post_write(folder: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_function_sees_the_files_of_a_push_whole_and_before_any_server_does(tm
 
     updater, model = updater_to_disk(server, tmp_path / "weights", post_write), random_model(1)
     for version in ("3", "12"):
-        updater.push(model, version=version)
+        updater.update_weights(model, version=version)
     assert [name for name, *_ in seen] == ["weight_v000003", "weight_v000012"]
     assert seen[0][1] == ["begin"]
     weights = dict(model.named_parameters())
@@ -214,14 +214,14 @@ def test_a_function_sees_the_files_of_a_push_whole_and_before_any_server_does(tm
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_function_that_fails_on_the_files_ends_the_push_by_name(tmp_path):
+def test_a_function_that_fails_on_the_files_ends_the_weight_update_by_name(tmp_path):
     (tmp_path / "slimrl_uploads.py").write_text("def upload(args, version_dir, rollout_engines):\n    1 / 0\n")
     sys.path.insert(0, str(tmp_path))
     args = Arguments(custom_update_weight_post_write_path="slimrl_uploads.upload")
     server = RecordingServer("http://a")
     updater = updater_to_disk(server, tmp_path / "weights", post_write(args, []))
     with pytest.raises(WeightSyncError) as caught:
-        updater.push(random_model(1), version="3")
+        updater.update_weights(random_model(1), version="3")
     sys.path.remove(str(tmp_path))
     assert "1 of 3 attempts" in str(caught.value) and "continue" not in server.calls
     flag = "--custom-update-weight-post-write-path slimrl_uploads.upload"
@@ -252,9 +252,9 @@ def test_the_proof_of_equality_finds_one_wrong_bit():
     server = RecordingServer("http://a")
     transport = CorruptingTransport([EngineLink(server, 1, (0,), None)], CPU)
     updater = updater_for(server, transport=transport)
-    updater.push(random_model(1), version="1")
+    updater.update_weights(random_model(1), version="1")
     with pytest.raises(WeightSyncError, match=r"http://a rank 0: 1 of 18 tensors differ.*layers\.1\.mlp\.gate_up_proj"):
-        updater.push(random_model(1), version="2", check_equal=True)
+        updater.update_weights(random_model(1), version="2", check_equal=True)
 
 
 def mapped_shared_memory() -> set[str]:
@@ -266,7 +266,7 @@ def mapped_shared_memory() -> set[str]:
 def test_shared_memory_leaves_no_file(tmp_path):
     before = mapped_shared_memory()
     updater = updater_for(RecordingServer("http://a"))
-    updater.push(random_model(1), version="1")
+    updater.update_weights(random_model(1), version="1")
     assert "memfd:slimrl-weights" in Path("/proc/self/maps").read_text()
     assert mapped_shared_memory() - before == set()
     updater.close()

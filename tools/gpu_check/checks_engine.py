@@ -23,7 +23,7 @@ from slimrl.engines.sglang.server import ServerProcess
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelShape
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.weight_updater import ModelSource, PushReport, WeightUpdater
+from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater, WeightUpdateReport
 from tools.gpu_check.checks_memory import free_bytes, timed
 from tools.gpu_check.checks_training import require_device
 from tools.gpu_check.models import RandomTrainer, arguments, hf_config, rollout_of, save_config, scheduled
@@ -57,7 +57,7 @@ def server(
             used = free - free_bytes(device)
             trainer = RandomTrainer(args)
             with Updates(trainer, serving) as updates:
-                push_figures(record, [updates.push(version) for version in ("1", "2")])
+                weight_update_figures(record, [updates.update_weights(version) for version in ("1", "2")])
                 tokens, log_probs = sample(serving, args, samples, prompt_length, response_length)
                 difference_figures(record, trainer, tokens, prompt_length, log_probs)
                 memory_figures(record, serving, updates, device, used)
@@ -103,13 +103,13 @@ class Updates:
     def __exit__(self, *_: object) -> None:
         self._updater.close()
 
-    def push(self, version: str) -> PushReport:
+    def update_weights(self, version: str) -> WeightUpdateReport:
         """Raises WeightSyncError where a tensor in the server has other bytes than the trainer's."""
-        return self._updater.push(self._trainer.stages, version=version, check_equal=True)
+        return self._updater.update_weights(self._trainer.stages, version=version, check_equal=True)
 
 
-def push_figures(record: Record, reports: Sequence[PushReport]) -> None:
-    """Of the first push, and of the later one, whose memory and connections are there already."""
+def weight_update_figures(record: Record, reports: Sequence[WeightUpdateReport]) -> None:
+    """Of the first weight update, and of the later one, whose memory and connections are there already."""
     for name, report in zip(("first update", "later update"), reports, strict=True):
         seconds = report.seconds - report.check_seconds
         record.figure(name, seconds, "s")
@@ -158,10 +158,10 @@ def difference_figures(
 def memory_figures(record: Record, serving: Serving, updates: Updates, device: str, used: int) -> None:
     """What leaves the device when the server is told to release it, tag by tag, and how it wakes with new weights.
 
-    The weights are pushed again before the greedy answers are compared: training has moved them meanwhile.
+    The weights are updated again before the greedy answers are compared: training has moved them meanwhile.
     """
     control = ServerControl(serving.url, timeout_s=ANSWER_S, key=serving.key)
-    first = updates.push("3")
+    first = updates.update_weights("3")
     before = greedy(serving, updates._trainer.args)
     control.flush_cache()
     released = {}
@@ -177,7 +177,7 @@ def memory_figures(record: Record, serving: Serving, updates: Updates, device: s
         record.figure("released: CUDA graphs", released[CUDA_GRAPHS] / GIB, "GiB")
         record.figure("the server keeps", (used - sum(released.values())) / GIB, "GiB")
     seconds, _ = timed(device, lambda: control.resume_memory([WEIGHTS]))
-    again = updates.push("4")
+    again = updates.update_weights("4")
     rest, _ = timed(device, lambda: control.resume_memory([KV_CACHE, CUDA_GRAPHS]))
     record.figure("wake: memory of the weights", seconds, "s")
     record.figure("wake: update", again.seconds - again.check_seconds, "s")

@@ -130,7 +130,7 @@ OWN_CHECKS = [
 # files of tests/gpu that come first, most valuable first, and those that come last; the others stand between, by name
 FIRST_FILES = (
     "test_colocation.py",
-    "test_weight_push.py",
+    "test_weight_update.py",
     "test_memory.py",
     "test_checkpoints.py",
     "test_packing.py",

@@ -10,7 +10,7 @@ import sys
 
 from slimrl.arguments.dry_run.errors import refusals, warnings
 from slimrl.arguments.dry_run.memory import MemoryPlan, StageMemory, estimate
-from slimrl.arguments.dry_run.plan import Machine, Plan, Surroundings, make_plan, this_machine
+from slimrl.arguments.dry_run.plan import Machine, Plan, PlanContext, make_plan, this_machine
 from slimrl.arguments.dry_run.render import render
 from slimrl.arguments.flag import Problem, report
 from slimrl.arguments.namespace import Arguments
@@ -21,7 +21,7 @@ __all__ = [
     "MemoryPlan",
     "Plan",
     "StageMemory",
-    "Surroundings",
+    "PlanContext",
     "estimate",
     "make_plan",
     "print_plan",
@@ -33,7 +33,7 @@ __all__ = [
 EXIT_REFUSED = 2
 
 
-def print_plan(args: Arguments, entry: str, surroundings: Surroundings) -> int:
+def print_plan(args: Arguments, entry: str, surroundings: PlanContext) -> int:
     """Prints the plan of a checked command line, and what is wrong with it to stderr; returns the exit code."""
     try:
         plan = make_plan(args, entry, surroundings)

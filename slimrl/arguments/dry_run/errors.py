@@ -169,7 +169,9 @@ def _small_machine(plan: Plan) -> list[str]:
 
 
 def _shortage(plan: Plan) -> str | None:
-    """The logical GPUs of a machine without GPUs draw on the same memory: what counts is their sum. None where it fits."""
+    """The logical GPUs of a machine without GPUs draw on the same memory: what counts is their sum. None where it
+    fits.
+    """
     engine = plan.memory.engine
     stages = plan.memory.stages
     train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)

@@ -16,7 +16,7 @@ from slimrl.renamed_modules import current_path
 
 
 @dataclasses.dataclass(frozen=True)
-class HookPlace:
+class HookLocation:
     """`door` is the flag (or the evaluation set's entry), `function` its dotted path; `line` is None if not found."""
 
     door: str
@@ -25,7 +25,7 @@ class HookPlace:
     line: int | None
 
 
-def hook_places(args: Arguments) -> list[HookPlace]:
+def hook_places(args: Arguments) -> list[HookLocation]:
     """Every `--...-path` flag that leads to a module, and the hooks of single evaluation sets."""
     values = vars(args)
     doors: list[tuple[str, str | None]] = []
@@ -51,7 +51,7 @@ def _may_name_code(spec: FlagSpec, value: Any) -> bool:
     return spec.value_type is str and spec.dest.endswith("_path") and not unused
 
 
-def _place(door: str, path: str) -> HookPlace | None:
+def _place(door: str, path: str) -> HookLocation | None:
     """None where the value is no dotted path of a module, but for example a file."""
     module, _, name = path.rpartition(".")
     file = _source(module) if module and all(part.isidentifier() for part in path.split(".")) else None
@@ -59,10 +59,10 @@ def _place(door: str, path: str) -> HookPlace | None:
         return None
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
-            return HookPlace(door, path, file, node.lineno)
+            return HookLocation(door, path, file, node.lineno)
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            return HookPlace(door, path, file, node.lineno)
-    return HookPlace(door, path, file, None)
+            return HookLocation(door, path, file, node.lineno)
+    return HookLocation(door, path, file, None)
 
 
 def _source(module: str) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from slimrl.arguments.checkpoints import Start, start_of
 from slimrl.arguments.dry_run.batch import Batches, MicroBatch, batches, largest_micro_batch
-from slimrl.arguments.dry_run.hook_locations import HookPlace, hook_places
+from slimrl.arguments.dry_run.hook_locations import HookLocation, hook_places
 from slimrl.arguments.dry_run.memory import EngineSettings, MemoryPlan, estimate
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.namespace import Arguments
@@ -111,7 +111,7 @@ MANY_LAYERS = 10**6  # all of a model that is not trained
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class PlanContext:
     """What a plan is made for. `nodes` has the GPUs of each node of a running Ray cluster, None where there is none.
 
     `server_words` is what the servers are started with on this machine before anything the user says ("--device=cpu").
@@ -137,14 +137,14 @@ class Plan:
 
     args: Arguments
     entry: str
-    surroundings: Surroundings
+    surroundings: PlanContext
     shape: Shape
     placement: Placement
     groups: Groups
     batches: Batches
     micro_batch: MicroBatch
     start: Start | None
-    hooks: list[HookPlace]
+    hooks: list[HookLocation]
     servers: list[Server]
     hf_files: HfFiles | None
     total_parameters: int
@@ -166,7 +166,7 @@ class Plan:
         return bool(self.args.offload_train and self.args.offload_rollout)
 
 
-def make_plan(args: Arguments, entry: str, surroundings: Surroundings) -> Plan:
+def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
     """The plan of a checked command line. Raises UnreadableFileError where a weights file is broken."""
     shape, groups = shape_of(args), groups_of(args)
     where = placement(args, surroundings.nodes)
@@ -200,7 +200,7 @@ def make_plan(args: Arguments, entry: str, surroundings: Surroundings) -> Plan:
     )
 
 
-def _reward_weights(args: Arguments, surroundings: Surroundings) -> int:
+def _reward_weights(args: Arguments, surroundings: PlanContext) -> int:
     """What a GPU of the reward model's servers holds of its weights: as in the files, or in the dtype asked for."""
     files = read_hf_files(Path(args.rm_model), layers=MANY_LAYERS, tied=False)
     if files is None:
@@ -211,7 +211,7 @@ def _reward_weights(args: Arguments, surroundings: Surroundings) -> int:
     return size // args.rm_num_gpus_per_engine
 
 
-def gpu_memory(args: Arguments, where: Placement, surroundings: Surroundings) -> GpuMemory | None:
+def gpu_memory(args: Arguments, where: Placement, surroundings: PlanContext) -> GpuMemory | None:
     """What one GPU has: as --gpu-memory-gib says, else a GPU, else this machine's memory by its GPUs."""
     machine = surroundings.machine
     if args.gpu_memory_gib is not None:
@@ -236,7 +236,7 @@ def loop_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if bound is None or args.debug_train_only:
         yield "loop", "generates one rollout ahead of training"
     else:
-        yield "loop", "generates without end, beside training and across pushes of weights"
+        yield "loop", "generates without end, beside training and across weight updates"
         yield (
             "staleness",
             f"no token is trained whose weights are more than {bound} rollouts older than those it trains"
@@ -244,7 +244,7 @@ def loop_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         )
         yield "under way", _under_way(plan, bound)
     if not args.debug_train_only and not args.debug_rollout_only:
-        yield "pushes", _pushes(args)
+        yield "weight_updates", _weight_updates(args)
 
 
 def _under_way(plan: Plan, bound: int) -> str:
@@ -260,7 +260,7 @@ def _under_way(plan: Plan, bound: int) -> str:
     )
 
 
-def _pushes(args: Arguments) -> str:
+def _weight_updates(args: Arguments) -> str:
     """After which rollouts, and what happens to requests that run then."""
     interval = args.update_weights_interval
     when = "after every rollout" if interval == 1 else f"after every {interval} rollouts and the last"

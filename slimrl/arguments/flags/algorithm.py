@@ -52,7 +52,7 @@ class AlgorithmArguments:
     compute_advantages_and_returns: bool = flag(
         True,
         "no advantages, old or reference log-probabilities: for --loss-type sft_loss, or a custom_loss that needs none",
-        only_off=True,
+        negated=True,
         off=("--disable-compute-advantages-and-returns",),
     )
     gamma: float = flag(1.0, f"discount of later rewards in the returns of {_DISCOUNTED}", at_least=0, at_most=1)
@@ -78,13 +78,13 @@ class AlgorithmArguments:
     grpo_std_normalization: bool = flag(
         True,
         "do not divide by the group's standard deviation (Dr. GRPO)",
-        only_off=True,
+        negated=True,
         off=("--disable-grpo-std-normalization",),
     )
     rewards_normalization: bool = flag(
         True,
         "use rewards as they are: no group mean, no group deviation",
-        only_off=True,
+        negated=True,
         off=("--disable-rewards-normalization",),
     )
     calculate_per_token_loss: bool = flag(False, "mean over all tokens of the step (mean of the samples' means)")

@@ -113,7 +113,7 @@ class PositionArguments:
     add_position_embedding: bool = flag(
         True,
         "older way to say that no positions are learned; rotary positions stay",
-        only_off=True,
+        negated=True,
         off=("--no-position-embedding",),
     )
     use_rotary_position_embeddings: bool = flag(False, "older spelling of --position-embedding-type rope")

@@ -36,7 +36,7 @@ class ClusterArguments:
         True,
         "keep NCCL's buffers on the device while training is offloaded, and have NCCL_CUMEM_ENABLE=0 where nothing sets"
         " it: for machines where NCCL hangs with cuMem (GPUs on PCIe, NVIDIA/nccl#2379)",
-        only_off=True,
+        negated=True,
         off=("--no-offload-train-nccl",),
     )
     offload_rollout: bool | None = flag(

@@ -56,7 +56,7 @@ class DataArguments:
     rollout_global_dataset: bool = flag(
         True,
         "no --prompt-data: samples are handed out blank, for functions of your own to fill",
-        only_off=True,
+        negated=True,
         off=("--disable-rollout-global-dataset",),
     )
 

@@ -56,17 +56,17 @@ class WeightUpdateArguments:
     """Weight updates."""
 
     update_weights_interval: int = flag(
-        1, "train_async.py: push weights after every that many rollouts (count)", at_least=1
+        1, "train_async.py: update weights after every that many rollouts (count)", at_least=1
     )
     max_weight_staleness: int | None = flag(
         None,
-        "train_async.py: generate without end, beside training and across pushes, and train on no token that was drawn"
-        " with weights more than that many rollouts older than those it trains (rollouts; one step ahead)",
+        "train_async.py: generate without end, beside training and across weight updates, and train on no token that"
+        " was drawn with weights more than that many rollouts older than those it trains (rollouts; one step ahead)",
         at_least=0,
     )
     update_weights_in_flight: bool | None = flag(
         None,
-        "train_async.py: push weights under running requests, which go on with the new ones; without, generation is"
+        "train_async.py: update weights under running requests, which go on with the new ones; without, generation is"
         " drained first (on with --max-weight-staleness)",
         off=("--no-update-weights-in-flight",),
     )
@@ -108,5 +108,7 @@ class WeightUpdateArguments:
         " (dotted import path)",
     )
     check_weight_update_equal: bool = flag(
-        False, "after the first push compare every engine's weights with the trained ones, and stop where they differ"
+        False,
+        "after the first weight update compare every engine's weights with the trained ones, and stop where they"
+        " differ",
     )

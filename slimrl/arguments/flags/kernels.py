@@ -34,25 +34,23 @@ class KernelArguments:
         False, "divide attention logits by the layer's number, in fp32 (for fp16)"
     )
     masked_softmax_fusion: bool = flag(
-        True, "do not fuse scaling, mask and softmax", only_off=True, off=("--no-masked-softmax-fusion",)
+        True, "do not fuse scaling, mask and softmax", negated=True, off=("--no-masked-softmax-fusion",)
     )
-    bias_swiglu_fusion: bool = flag(
-        True, "do not fuse bias and SwiGLU", only_off=True, off=("--no-bias-swiglu-fusion",)
-    )
-    bias_gelu_fusion: bool = flag(True, "do not fuse bias and GELU", only_off=True, off=("--no-bias-gelu-fusion",))
+    bias_swiglu_fusion: bool = flag(True, "do not fuse bias and SwiGLU", negated=True, off=("--no-bias-swiglu-fusion",))
+    bias_gelu_fusion: bool = flag(True, "do not fuse bias and GELU", negated=True, off=("--no-bias-gelu-fusion",))
     bias_dropout_fusion: bool = flag(
-        True, "do not fuse bias and dropout", only_off=True, off=("--no-bias-dropout-fusion",)
+        True, "do not fuse bias and dropout", negated=True, off=("--no-bias-dropout-fusion",)
     )
-    apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", only_off=True, off=("--no-rope-fusion",))
+    apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", negated=True, off=("--no-rope-fusion",))
     fused_single_qkv_rope: bool = flag(False, "one rotary kernel for queries, keys and values together")
     persist_layer_norm: bool = flag(
-        True, "do not use the fused norm that stays on the GPU", only_off=True, off=("--no-persist-layer-norm",)
+        True, "do not use the fused norm that stays on the GPU", negated=True, off=("--no-persist-layer-norm",)
     )
     memory_efficient_layer_norm: bool = flag(False, "norms that recompute their input in the backward pass")
     gradient_accumulation_fusion: bool = flag(
         True,
         "do not add weight gradients inside the matrix product kernel",
-        only_off=True,
+        negated=True,
         off=("--no-gradient-accumulation-fusion",),
     )
     use_fused_weighted_squared_relu: bool = flag(False, "fused kernel of --squared-relu in experts")
@@ -81,7 +79,7 @@ class KernelArguments:
     async_tensor_model_parallel_allreduce: bool = flag(
         True,
         "wait for the input gradient's reduction before the weight gradient",
-        only_off=True,
+        negated=True,
         off=("--no-async-tensor-model-parallel-allreduce",),
         not_served="megatron-core overlaps the two always; leave it out",
     )
@@ -91,28 +89,28 @@ class KernelArguments:
     tp_comm_bulk_wgrad: bool = flag(
         True,
         "no overlap of the weight gradient",
-        only_off=True,
+        negated=True,
         off=("--disable-tp-comm-bulk-wgrad",),
         not_served=_OF_TP_OVERLAP,
     )
     tp_comm_bulk_dgrad: bool = flag(
         True,
         "no overlap of the input gradient",
-        only_off=True,
+        negated=True,
         off=("--disable-tp-comm-bulk-dgrad",),
         not_served=_OF_TP_OVERLAP,
     )
     tp_comm_overlap_ag: bool = flag(
         True,
         "no overlap of the all-gather",
-        only_off=True,
+        negated=True,
         off=("--disable-tp-comm-overlap-ag",),
         not_served=_OF_TP_OVERLAP,
     )
     tp_comm_overlap_rs: bool = flag(
         True,
         "no overlap of the reduce-scatter",
-        only_off=True,
+        negated=True,
         off=("--disable-tp-comm-overlap-rs",),
         not_served=_OF_TP_OVERLAP,
     )
@@ -120,12 +118,12 @@ class KernelArguments:
         False, "overlap the reduce-scatter of the input gradient", not_served=_OF_TP_OVERLAP
     )
     tp_comm_split_ag: bool = flag(
-        True, "all-gather in one piece", only_off=True, off=("--disable-tp-comm-split-ag",), not_served=_OF_TP_OVERLAP
+        True, "all-gather in one piece", negated=True, off=("--disable-tp-comm-split-ag",), not_served=_OF_TP_OVERLAP
     )
     tp_comm_split_rs: bool = flag(
         True,
         "reduce-scatter in one piece",
-        only_off=True,
+        negated=True,
         off=("--disable-tp-comm-split-rs",),
         not_served=_OF_TP_OVERLAP,
     )
@@ -149,14 +147,14 @@ class KernelArguments:
     overlap_p2p_comm: bool = flag(
         True,
         "do not overlap the exchange between virtual pipeline stages with computing",
-        only_off=True,
+        negated=True,
         off=("--no-overlap-p2p-communication",),
     )
     overlap_p2p_comm_warmup_flush: bool = flag(
         False, "overlap it in the warm-up and flush too", spellings=("--overlap-p2p-communication-warmup-flush",)
     )
     batch_p2p_sync: bool = flag(
-        True, "do not synchronise after a batched exchange", only_off=True, off=("--no-batch-p2p-sync",)
+        True, "do not synchronise after a batched exchange", negated=True, off=("--no-batch-p2p-sync",)
     )
     use_ring_exchange_p2p: bool = flag(
         False, "a ring exchange between stages", not_served="it needs a torch of NVIDIA's own; leave it out"
@@ -170,7 +168,7 @@ class KernelArguments:
     deallocate_pipeline_outputs: bool = flag(
         True,
         "keep a stage's output in memory after it was sent",
-        only_off=True,
+        negated=True,
         off=("--no-deallocate-pipeline-outputs",),
     )
     defer_embedding_wgrad_compute: bool = flag(
@@ -184,7 +182,7 @@ class KernelArguments:
     barrier_with_L1_time: bool = flag(
         True,
         "do not wait for all GPUs at each outermost timer",
-        only_off=True,
+        negated=True,
         off=("--no-barrier-with-level-1-timing",),
         not_served="megatron-core's timers are not used here; leave it out",
     )
@@ -203,7 +201,7 @@ class KernelArguments:
     clone_scatter_output_in_embedding: bool = flag(
         True,
         "keep the whole embedding output alive instead of copying the local part",
-        only_off=True,
+        negated=True,
         off=("--no-clone-scatter-output-in-embedding",),
     )
     disable_parameter_transpose_cache: bool = flag(False, "do not keep transposed weights")

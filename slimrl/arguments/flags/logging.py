@@ -26,7 +26,7 @@ class LoggingArguments:
     timeline: bool = flag(
         True,
         "do not record what every process does when (<run folder>/timeline.json.gz, for Perfetto)",
-        only_off=True,
+        negated=True,
         off=("--no-timeline",),
     )
     timeline_requests: int = flag(
@@ -64,7 +64,7 @@ class WandbArguments:
         None, "run to continue (a resumed run continues the one that its folder's summary names; else a new one)"
     )
     wandb_random_suffix: bool = flag(
-        True, "do not append the run's id to the group", only_off=True, off=("--disable-wandb-random-suffix",)
+        True, "do not append the run's id to the group", negated=True, off=("--disable-wandb-random-suffix",)
     )
     wandb_always_use_train_step: bool = flag(
         False, "optimizer steps on every horizontal axis, of TensorBoard too, instead of rollouts"
@@ -162,7 +162,7 @@ class DebugArguments:
     )
     load_forge_rollout_data: str | None = flag(
         None,
-        "like --load-debug-rollout-data, with the engines running: weights are pushed and evaluations made (path with"
+        "like --load-debug-rollout-data, with the engines running: weights are updated and evaluations made (path with"
         " {rollout_id} in it)",
     )
     save_debug_train_data: str | None = flag(

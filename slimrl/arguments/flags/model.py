@@ -58,7 +58,7 @@ class ModelArguments:
     )
     activation_func_fp8_input_store: bool = flag(False, "keep the activation's input in fp8 for the backward pass")
     add_bias_linear: bool = flag(
-        True, "leave out the bias of every linear layer", only_off=True, off=("--disable-bias-linear",)
+        True, "leave out the bias of every linear layer", negated=True, off=("--disable-bias-linear",)
     )
     add_qkv_bias: bool = flag(False, "bias on the query, key and value projections only (Qwen2)")
     qk_layernorm: bool = flag(False, "normalise queries and keys per head (Qwen3)")
@@ -85,7 +85,7 @@ class ModelArguments:
     perform_initialization: bool = flag(
         True,
         "leave fresh weights undefined",
-        only_off=True,
+        negated=True,
         off=("--no-initialization",),
         not_served="megatron-core then gives wrong gradient norms under tensor parallelism; leave it out",
     )
@@ -141,7 +141,7 @@ class OtherModelArguments:
     use_mamba_mem_eff_path: bool = flag(
         True,
         "Mamba: plain instead of memory saving kernel",
-        only_off=True,
+        negated=True,
         off=("--disable-mamba-mem-eff-path",),
         not_served=_MAMBA,
     )

@@ -53,7 +53,7 @@ class OptimizerArguments:
     decoupled_weight_decay: bool = flag(
         True,
         "add the weight decay to the gradient (Adam with L2 instead of AdamW)",
-        only_off=True,
+        negated=True,
         off=("--no-weight-decay-decoupling", "--no-decoupled-weight-decay"),
     )
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
@@ -66,7 +66,7 @@ class OptimizerArguments:
     muon_split_qkv: bool = flag(
         True,
         "Muon: queries, keys and values as one matrix",
-        only_off=True,
+        negated=True,
         off=("--muon-no-split-qkv",),
         not_served=_MUON,
     )
@@ -95,7 +95,7 @@ class OptimizerArguments:
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
         "skip an optimizer step whose loss or gradient is not finite, instead of ending the run",
-        only_off=True,
+        negated=True,
         off=("--no-check-for-nan-in-loss-and-grad",),
     )
     max_skipped_steps: int = flag(
@@ -107,7 +107,7 @@ class OptimizerArguments:
     store_param_remainders: bool = flag(
         True,
         "keep whole fp32 weights beside bf16 ones instead of the missing bits",
-        only_off=True,
+        negated=True,
         off=("--no-store-param-remainders",),
     )
     main_grads_dtype: str = flag("fp32", "gradients of the precision aware optimizer", choices=("fp32", "bf16"))
@@ -152,15 +152,15 @@ class OffloadArguments:
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "copy gradients and weights while the host steps")
     pin_cpu_grads: bool = flag(
-        True, "do not pin the host's copy of gradients", only_off=True, off=("--no-pin-cpu-grads",)
+        True, "do not pin the host's copy of gradients", negated=True, off=("--no-pin-cpu-grads",)
     )
     pin_cpu_params: bool = flag(
-        True, "do not pin the host's copy of weights", only_off=True, off=("--no-pin-cpu-params",)
+        True, "do not pin the host's copy of weights", negated=True, off=("--no-pin-cpu-params",)
     )
     cpu_offloading: bool = flag(False, "park layers' activations in host memory", not_served=_LAYERS)
     cpu_offloading_num_layers: int = flag(0, "layers that are parked (count)", not_served=_LAYERS)
     cpu_offloading_activations: bool = flag(
-        True, "do not park activations", only_off=True, off=("--no-cpu-offloading-activations",), not_served=_LAYERS
+        True, "do not park activations", negated=True, off=("--no-cpu-offloading-activations",), not_served=_LAYERS
     )
     cpu_offloading_weights: bool = flag(False, "park weights too", not_served=_LAYERS)
     cpu_offloading_double_buffering: bool = flag(False, "two buffers for parked layers", not_served=_LAYERS)

@@ -146,7 +146,7 @@ class GradientArguments:
     align_param_gather: bool = flag(
         True,
         "pipeline stages gather weights on their own",
-        only_off=True,
+        negated=True,
         off=("--no-align-param-gather",),
     )
     ddp_bucket_size: int | None = flag(
@@ -165,7 +165,7 @@ class GradientArguments:
     gradient_reduce_div_fusion: bool = flag(
         True,
         "divide gradients apart from the reduction",
-        only_off=True,
+        negated=True,
         off=("--no-gradient-reduce-div-fusion",),
         not_served="losses are divided by the number of tokens or samples of the step; leave it out",
     )
@@ -198,7 +198,7 @@ class GradientArguments:
     preserve_fp32_weights: bool = flag(
         True,
         "Megatron-FSDP: no fp32 copies of bf16 weights",
-        only_off=True,
+        negated=True,
         off=("--no-preserve-fp32-weights",),
         not_served="steps of reinforcement learning are smaller than bf16 can hold; leave it out",
     )

@@ -51,7 +51,7 @@ class PrecisionArguments:
     fp8_amax_compute_algo: str = flag(
         "most_recent", "how delayed scales use that history", choices=("most_recent", "max")
     )
-    fp8_wgrad: bool = flag(True, "compute weight gradients in more than fp8", only_off=True, off=("--no-fp8-wgrad",))
+    fp8_wgrad: bool = flag(True, "compute weight gradients in more than fp8", negated=True, off=("--no-fp8-wgrad",))
     fp8_dot_product_attention: bool = flag(False, "attention's matrix products in fp8")
     fp8_multi_head_attention: bool = flag(False, "the whole attention block in fp8")
     fp8_quantizer_factory: str | None = flag(None, "function that makes an fp8 quantizer", not_served=_FACTORY)

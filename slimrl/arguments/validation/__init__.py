@@ -101,7 +101,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     cluster.async_is_split,
     rollout.asynchrony_has_its_program,
     rollout.continuous_generation_is_alone,
-    rollout.pushes_keep_up,
+    rollout.weight_updates_keep_up,
     rollout.requests_can_go_on,
     cluster.offloaded_sides_take_turns,
     cluster.offload_is_said_once,

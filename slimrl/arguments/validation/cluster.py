@@ -103,8 +103,8 @@ def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
     if context.entry == "train.py" and args.update_weights_interval != 1:
         yield Problem(
             "--update-weights-interval",
-            f"--update-weights-interval {args.update_weights_interval} belongs to train_async.py; train.py pushes"
-            " after every rollout: leave it out.",
+            f"--update-weights-interval {args.update_weights_interval} belongs to train_async.py; train.py updates"
+            " weights after every rollout: leave it out.",
         )
 
 

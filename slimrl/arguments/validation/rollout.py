@@ -67,14 +67,15 @@ def continuous_generation_is_alone(args: Arguments, context: Context) -> Iterato
         )
 
 
-def pushes_keep_up(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The last rollout before a push trains on the oldest weights that the engines ever have."""
+def weight_updates_keep_up(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The last rollout before a weight update trains on the oldest weights that the engines ever have."""
     bound, interval = args.max_weight_staleness, args.update_weights_interval
     if bound is not None and bound < interval - 1 and "update_weights_interval" not in context.broken:
         yield Problem(
             _BOUND,
             f"{_BOUND} {bound} cannot be kept with --update-weights-interval {interval}, with which engines are"
-            f" {interval - 1} rollouts behind before each push: give at least {interval - 1}, or push more often.",
+            f" {interval - 1} rollouts behind before each weight update: give at least {interval - 1}, or update more"
+            " often.",
         )
 
 
@@ -86,9 +87,9 @@ def requests_can_go_on(args: Arguments, context: Context) -> Iterator[Problem]:
     if installed is None or installed[0] >= _RETRACTION_IS_RIGHT_FROM or args.sglang_options.get("disable_radix_cache"):
         return
     cause = (
-        f"{_BOUND} {args.max_weight_staleness} pushes"
+        f"{_BOUND} {args.max_weight_staleness} updates"
         if args.max_weight_staleness is not None
-        else f"{_IN_FLIGHT} pushes"
+        else f"{_IN_FLIGHT} updates"
     )
     yield Problem(
         _IN_FLIGHT,

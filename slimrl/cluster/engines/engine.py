@@ -59,7 +59,7 @@ class ServerSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class ServerEnd:
+class ServerExit:
     """How a process of a server ended; as text with the last lines of its log."""
 
     what: str
@@ -128,7 +128,7 @@ class EngineActor:
         self._server.wait_ready(timeout_s)
 
     @ray.method(concurrency_group="watch")
-    def watch(self) -> ServerEnd:
+    def watch(self) -> ServerExit:
         """Pending while the process lives; then its exit code and last log lines."""
         while (server := self._server) is None or (code := server.poll()) is None:
             time.sleep(POLL_INTERVAL_S)
@@ -137,9 +137,9 @@ class EngineActor:
             f", node {part.rank} of {part.count}" if part.count > 1 else ""
         )
         if self._stopping:
-            return ServerEnd(f"{name} was stopped")
+            return ServerExit(f"{name} was stopped")
         what = f"{name} ({server.url}) died with exit code {code}"
-        return ServerEnd(what, server.log_path, server.last_log_lines(20))
+        return ServerExit(what, server.log_path, server.last_log_lines(20))
 
     @ray.method(concurrency_group="memory")
     def stopped(self) -> list[str]:
@@ -174,7 +174,7 @@ KILL_TIMEOUT_S = 10.0  # for an actor to end its process; one that hangs is kill
 
 
 @dataclasses.dataclass(frozen=True)
-class ActorPlace:
+class EngineActorConfig:
     """What every engine actor is given besides its server: logs, log level, environment and working folder."""
 
     log_dir: Path
@@ -189,7 +189,7 @@ class Engine:
     what_follows, arrived = "another takes its place", "started"  # in messages: when it is lost, and after `start`
 
     def __init__(
-        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: GpuBundles, place: ActorPlace
+        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: GpuBundles, place: EngineActorConfig
     ) -> None:
         """Places one actor per node, on the first GPU of its part; `start` starts the processes."""
         self.url: str | None = None
@@ -221,7 +221,7 @@ class Engine:
             name=f"engine {suffix}",
         ).remote(self.settings, place.log_dir / f"engine{suffix}.log", place.log_level, place.folder)
 
-    def successor(self) -> Engine:
+    def respawn(self) -> Engine:
         """Another server on the same GPUs, not started; this one must have been ended."""
         settings = dataclasses.replace(self.settings, life=self.settings.life + 1)
         return Engine(settings, self._parts, self._gpus, self._place)
@@ -240,7 +240,7 @@ class Engine:
         others = [asyncio.wrap_future(watch.future()) for watch in self._watches[1:]]
         done, _ = await asyncio.wait([ready, *others], return_when=asyncio.FIRST_COMPLETED)
         if ready not in done:
-            raise ProcessStartError(str(await self._end_together(done.pop().result())))
+            raise ProcessStartError(str(await self._stop_all(done.pop().result())))
         await ready
 
     async def _check_nodes(self) -> None:
@@ -290,13 +290,13 @@ class Engine:
         """The log of its first node, and the end of it."""
         return await self._actors[0].last_log_lines.remote()
 
-    async def watch(self) -> ServerEnd:
+    async def watch(self) -> ServerExit:
         """Pending while all processes live; then the first death, when the others were ended."""
         watches = [asyncio.wrap_future(watch.future()) for watch in self._watches]
         done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-        return await self._end_together(next(iter(done)).result())
+        return await self._stop_all(next(iter(done)).result())
 
-    async def _end_together(self, end: ServerEnd) -> ServerEnd:
+    async def _stop_all(self, end: ServerExit) -> ServerExit:
         """Ends what is left after a death and says so."""
         if len(self._actors) == 1:
             return end

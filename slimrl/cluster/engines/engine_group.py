@@ -1,4 +1,5 @@
-"""`Fleet`: the engines, the router in front of them, and the watch over both; `ExternalEngine`, a server as an engine.
+"""`EngineGroup`: the engines, the router in front of them, and the watch over both; `ExternalEngine`, a server as an
+engine.
 
 An external engine (--rollout-external-engine-addrs) gets weights and is never started or ended here. It has the methods
 of `engine.Engine`. It is reported when it stops answering, and when its owner restarted it, with weights that are not
@@ -15,7 +16,7 @@ import urllib.parse
 from pathlib import Path
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerEnd, ServerSettings
+from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, called_at
 from slimrl.cluster.placement import GpuBundles
@@ -23,7 +24,7 @@ from slimrl.engines.auth import key_of
 from slimrl.engines.http import answers
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.sglang.external_server_check import ExternalServer, inspect
-from slimrl.engines.sglang.router import RouterProcess, RunningRouter, routing_options
+from slimrl.engines.sglang.router import ExternalRouter, RouterProcess, routing_options
 from slimrl.processes.process_info import resident_gib
 from slimrl.weights.update.topology import EngineEndpoint
 
@@ -32,7 +33,7 @@ ANSWER_TIMEOUT_S = 5.0
 SIGN_OF_LIFE = "/v1/loads"  # answered whatever the scheduler does; a server's /health waits for it to make a token
 
 
-async def silence_of(url: str, path: str, limit_s: float, key: str | None = None) -> str:
+async def wait_until_unresponsive(url: str, path: str, limit_s: float, key: str | None = None) -> str:
     """Pending while somebody answers a GET of `path` at `url`, at least once in `limit_s`; then a sentence."""
     last_answer = time.monotonic()
     while time.monotonic() - last_answer < limit_s:
@@ -69,7 +70,7 @@ class ExternalEngine:
         size = self._server.tensor_parallel_size
         return EngineEndpoint(self.url, gpus=[], tensor_parallel_size=size, life=self.life, key=self.key)
 
-    def successor(self) -> ExternalEngine:
+    def respawn(self) -> ExternalEngine:
         """The same server after it went away."""
         return ExternalEngine(self.address, self.index, self._args, self.life + 1)
 
@@ -94,16 +95,16 @@ class ExternalEngine:
                     raise
             await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def watch(self) -> ServerEnd:
+    async def watch(self) -> ServerExit:
         """Pending while it answers and is the one that was started."""
         limit_s = self._args.rollout_health_check_timeout
-        silence = asyncio.ensure_future(silence_of(self.url, SIGN_OF_LIFE, limit_s, self.key))
+        silence = asyncio.ensure_future(wait_until_unresponsive(self.url, SIGN_OF_LIFE, limit_s, self.key))
         try:
             while not silence.done():
                 await asyncio.wait([silence], timeout=LOOK_INTERVAL_S)
                 if not silence.done() and await asyncio.to_thread(self._server.was_replaced):
-                    return ServerEnd(f"SGLang server {self.name} ({self.url}) was started anew by its owner")
-            return ServerEnd(f"SGLang server {self.name} of --rollout-external-engine-addrs: {silence.result()}")
+                    return ServerExit(f"SGLang server {self.name} ({self.url}) was started anew by its owner")
+            return ServerExit(f"SGLang server {self.name} of --rollout-external-engine-addrs: {silence.result()}")
         finally:
             silence.cancel()
 
@@ -127,7 +128,7 @@ class ExternalEngine:
 
 
 AnyEngine = Engine | ExternalEngine
-AnyRouter = RouterProcess | RunningRouter
+AnyRouter = RouterProcess | ExternalRouter
 
 READY_TIMEOUT_S = 900.0
 ROUTER_READY_TIMEOUT_S = 120.0
@@ -135,8 +136,8 @@ POLL_INTERVAL_S = 0.25
 
 
 @dataclasses.dataclass
-class Fleet:
-    """Running servers and their router. Made by `Fleet.start`, ended by `close`."""
+class EngineGroup:
+    """Running servers and their router. Made by `EngineGroup.start`, ended by `close`."""
 
     engines: list[AnyEngine]
     endpoints: list[EngineEndpoint]
@@ -146,12 +147,12 @@ class Fleet:
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> Fleet:
+    async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> EngineGroup:
         """Starts every server and the router; returns when all servers answer through it."""
         nodes = [part.node for parts in gpus.engines for part in parts]
         called_at(args.sglang_options.get("host"), LOOPBACK, nodes)  # or says why not, before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
-        place = ActorPlace(log_dir, args.log_level, launch.environment, Path.cwd())
+        place = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
             Engine(server_settings(args, index, launch), parts, gpus, place) for index, parts in enumerate(gpus.engines)
         ] or [
@@ -187,9 +188,9 @@ class Fleet:
             task.cancel()
         return closing.result() if closing in done else str(done.pop().result())
 
-    def renew(self, index: int) -> AnyEngine:
+    def replace_engine(self, index: int) -> AnyEngine:
         """Another server in the place of number `index`, not started; that one must have been ended."""
-        self.engines[index] = self.engines[index].successor()
+        self.engines[index] = self.engines[index].respawn()
         return self.engines[index]
 
     async def _watch_closing(self) -> str:
@@ -197,8 +198,8 @@ class Fleet:
         return "the fleet was closed"
 
     async def _watch_router(self) -> str:
-        if isinstance(self.router, RunningRouter):
-            silence = await silence_of(self.router.url, "/health", self.router_silence_s)
+        if isinstance(self.router, ExternalRouter):
+            silence = await wait_until_unresponsive(self.router.url, "/health", self.router_silence_s)
             return f"the SGLang router (--sglang-router-ip): {silence}"
         while (code := self.router.poll()) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -219,7 +220,7 @@ class Fleet:
 
 def _router(args: Arguments, log_path: Path) -> AnyRouter:
     if args.sglang_router_ip is not None:
-        return RunningRouter(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
+        return ExternalRouter(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
     return RouterProcess(
         host=called_at(args.router_options.get("host"), LOOPBACK),  # only the rollout manager calls it
         port=args.sglang_router_port,
@@ -234,7 +235,7 @@ def _router(args: Arguments, log_path: Path) -> AnyRouter:
 
 
 def _open(router: AnyRouter) -> None:
-    if isinstance(router, RunningRouter):
+    if isinstance(router, ExternalRouter):
         router.check()
     else:
         router.start()

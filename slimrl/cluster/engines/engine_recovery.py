@@ -3,7 +3,7 @@
 Promises that a lost server is ended for good before another takes its GPUs, that the other is put behind the router
 only when it has been given the weights of the run, that the router comes back at its address with the same servers, and
 that a server which dies again and again ends the run. Lives in the rollout manager; its other half, which brings the
-weights, is `joining` in the driver.
+weights, is `resync` in the driver.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from slimrl.cluster.engines.engine import ServerEnd
-from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, Fleet
-from slimrl.cluster.engines.health_monitor import HealthFlags, HealthMonitor
-from slimrl.cluster.engines.router_supervisor import RouterKeeper
+from slimrl.cluster.engines.engine import ServerExit
+from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup
+from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
+from slimrl.cluster.engines.router_supervisor import RouterSupervisor
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl, load_of
@@ -50,7 +50,7 @@ class Phase(enum.Enum):
 
 
 @dataclasses.dataclass
-class _Place:
+class _EngineSlot:
     """One server's GPUs, and what became of the servers there."""
 
     engine: AnyEngine
@@ -70,7 +70,7 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class News:
+class RecoveryEvents:
     """What happened after the events that were known; `serial` counts all events so far."""
 
     serial: int
@@ -78,20 +78,20 @@ class News:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class EngineGroupStatus:
     """Servers that have started and wait for weights, and how many work."""
 
     waiting: list[EngineEndpoint]
     serving: int
 
 
-class Recovery:
+class EngineRecovery:
     """Make it inside the event loop in which its methods are called."""
 
     def __init__(
         self,
-        flags: HealthFlags,
-        fleet: Fleet,
+        flags: HealthConfig,
+        fleet: EngineGroup,
         client: RouterClient,
         memory: EngineMemory,
         *,
@@ -105,20 +105,20 @@ class Recovery:
         self._fleet, self._client, self._memory = fleet, client, memory
         self._weights_come = weights_come
         self._key = key
-        self._places = [_Place(engine) for engine in fleet.engines]
+        self._places = [_EngineSlot(engine) for engine in fleet.engines]
         self._monitor = HealthMonitor(flags, len(fleet.engines), key)
         self._events: list[str] = []
         self._counts: Counter[str] = Counter()
         self._resent = client.resent
         self._changed = asyncio.Event()
         self._memory_turn = asyncio.Lock()
-        self._router = RouterKeeper(fleet.router, self._monitor, self._serving, self._event)
+        self._router = RouterSupervisor(fleet.router, self._monitor, self._serving, self._event)
         self._starting: set[int] = set()
-        self._pushed: list[AnyEngine] = []  # to which weights are on their way, or were
-        self._keep_off = False  # training has the GPUs, or is about to
+        self._updated: list[AnyEngine] = []  # to which weights are on their way, or were
+        self._starts_paused = False  # training has the GPUs, or is about to
         self._loop = asyncio.get_running_loop()
         memory.when_lost = self._blame_from_thread
-        self._tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self._places))]
+        self._tasks = [asyncio.create_task(self._supervise_engine(index)) for index in range(len(self._places))]
         self._tasks.append(asyncio.create_task(self._router.keep()))
 
     # -- asked by the rollout manager ------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Recovery:
 
     async def release_memory(self) -> None:
         """As `EngineMemory.release`, once no server is starting; none starts until all memory is back."""
-        self._keep_off = True
+        self._starts_paused = True
         if self._starting:
             names = ", ".join(self._places[index].engine.name for index in sorted(self._starting))
             self._event(f"training waits for the start of SGLang server {names}, which has the memory that it needs")
@@ -164,8 +164,8 @@ class Recovery:
         """As `EngineMemory.resume`."""
         async with self._memory_turn:
             await asyncio.to_thread(self._memory.resume, tags)
-        self._keep_off = bool(self._memory.released)
-        self._tell_all()
+        self._starts_paused = bool(self._memory.released)
+        self._notify()
 
     async def close(self) -> None:
         """Ends the watch; servers and router are the fleet's to end."""
@@ -176,44 +176,44 @@ class Recovery:
 
     # -- asked by the driver ---------------------------------------------------------------------------------------
 
-    async def news(self, serial: int) -> News:
+    async def news(self, serial: int) -> RecoveryEvents:
         """Pending until there are more than `serial` events; then those after it."""
         while len(self._events) <= serial:
             await self._change()
-        return News(len(self._events), self._events[serial:])
+        return RecoveryEvents(len(self._events), self._events[serial:])
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> EngineGroupStatus:
         """Where the servers stand now."""
         waiting = [place.engine.endpoint for place in self._places if place.phase is Phase.WAITING]
-        return Standing(waiting, sum(place.phase is Phase.SERVING for place in self._places))
+        return EngineGroupStatus(waiting, sum(place.phase is Phase.SERVING for place in self._places))
 
-    async def begin_push(self, only_waiting: bool) -> list[EngineEndpoint]:
-        """The servers to push to; waits for the first, unless `only_waiting`. Their schedulers may be silent now."""
+    async def begin_weight_update(self, only_waiting: bool) -> list[EngineEndpoint]:
+        """The servers to update; waits for the first, unless `only_waiting`. Their schedulers may be silent now."""
         wanted = (Phase.WAITING,) if only_waiting else (Phase.WAITING, Phase.SERVING)
-        self._monitor.pushing = True
-        self._tell_all()
+        self._monitor.updating_weights = True
+        self._notify()
         while not (chosen := [place for place in self._places if place.phase in wanted]) and not only_waiting:
             await self._change()
         if not chosen:
-            self._monitor.pushing = False
-        self._pushed = [place.engine for place in chosen]
-        return [engine.endpoint for engine in self._pushed]
+            self._monitor.updating_weights = False
+        self._updated = [place.engine for place in chosen]
+        return [engine.endpoint for engine in self._updated]
 
-    async def end_push(self, urls: Sequence[str], version: str) -> None:
+    async def end_weight_update(self, urls: Sequence[str], version: str) -> None:
         """These servers hold the weights `version`: those of them that waited are put behind the router.
 
         Another server that came to one of these addresses meanwhile goes on waiting.
         """
-        self._monitor.pushing = False
-        given = [place for place in self._places if place.engine.url in urls and place.engine in self._pushed]
+        self._monitor.updating_weights = False
+        given = [place for place in self._places if place.engine.url in urls and place.engine in self._updated]
         joined = [place for place in given if place.phase is Phase.WAITING]
-        await self._admit(joined, f"has weights {version}")
+        await self._admit_engine(joined, f"has weights {version}")
 
-    async def push_failed(self, urls: Sequence[str]) -> list[str]:
-        """Which of these servers are lost, each of which is probed; the others may be pushed to again."""
+    async def weight_update_failed(self, urls: Sequence[str]) -> list[str]:
+        """Which of these servers are lost, each of which is probed; the others may be updated again."""
         await asyncio.sleep(DEATH_GRACE_S)
-        self._monitor.pushing = False
-        present = [(place, engine) for engine in self._pushed for place in self._places if place.has(engine)]
+        self._monitor.updating_weights = False
+        present = [(place, engine) for engine in self._updated for place in self._places if place.has(engine)]
         ills = await asyncio.gather(*(self._probe(engine) for _, engine in present))
         for (place, engine), ill in zip(present, ills, strict=True):
             if ill is not None:
@@ -230,7 +230,7 @@ class Recovery:
 
     # -- servers ---------------------------------------------------------------------------------------------------
 
-    async def _keep(self, index: int) -> str:
+    async def _supervise_engine(self, index: int) -> str:
         """Replaces the servers of one place, one after the other; returns why that makes no more sense."""
         place = self._places[index]
         end = await self._end_of(place)
@@ -239,40 +239,40 @@ class Recovery:
             if place.losses >= MAX_LOSSES:
                 why = f"without a rollout that it helped to complete, or {LONG_LIFE_S:g} s of service, in between"
                 return f"{end}\nit was lost {place.losses} times in a row, {why}"
-            await self._retire(place, end)
-            while self._keep_off and not (self._monitor.pushing and not self._any_left()):
+            await self._remove_engine(place, end)
+            while self._starts_paused and not (self._monitor.updating_weights and not self._any_left()):
                 await self._change()
             try:
                 await self._start(index)
             except (ProcessStartError, RayActorError, EngineError, OSError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                end = ServerEnd(f"SGLang server {place.engine.name} did not start: {cause}")
+                end = ServerExit(f"SGLang server {place.engine.name} did not start: {cause}")
                 continue
             end = await self._end_of(place)
 
-    async def _end_of(self, place: _Place) -> ServerEnd:
+    async def _end_of(self, place: _EngineSlot) -> ServerExit:
         """Pending while the server lives and is well."""
         engine = place.engine
         death = asyncio.ensure_future(engine.watch())
-        illness = asyncio.ensure_future(self._monitor.illness(engine))
-        watches = [death, illness, place.blamed]
+        wait_unhealthy = asyncio.ensure_future(self._monitor.wait_unhealthy(engine))
+        watches = [death, wait_unhealthy, place.blamed]
         try:
             await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 return death.result()
-            what = (place.blamed if place.blamed.done() else illness).result()
+            what = (place.blamed if place.blamed.done() else wait_unhealthy).result()
         except RayActorError as error:  # its actor or the machine under it
             what = f"died with its actor: {_first_line(error)}"
-            return ServerEnd(f"SGLang server {engine.name} ({engine.url}) {what}")
+            return ServerExit(f"SGLang server {engine.name} ({engine.url}) {what}")
         finally:
-            for watch in (death, illness):
+            for watch in (death, wait_unhealthy):
                 watch.cancel()
         log, lines = None, ""
         with contextlib.suppress(RayActorError, TimeoutError):
             log, lines = await asyncio.wait_for(engine.last_log_lines(), LOG_TIMEOUT_S)
-        return ServerEnd(f"SGLang server {engine.name} ({engine.url}) {what}", log, lines)
+        return ServerExit(f"SGLang server {engine.name} ({engine.url}) {what}", log, lines)
 
-    async def _retire(self, place: _Place, end: ServerEnd) -> None:
+    async def _remove_engine(self, place: _EngineSlot, end: ServerExit) -> None:
         """Takes a lost server out of everything and ends what is left of it."""
         place.phase = Phase.LOST
         self._counts["servers_lost"] += 1
@@ -286,7 +286,7 @@ class Recovery:
         place = self._places[index]
         self._starting.add(index)
         try:
-            place.engine, place.blamed = self._fleet.renew(index), self._loop.create_future()
+            place.engine, place.blamed = self._fleet.replace_engine(index), self._loop.create_future()
             await self._start_of(place.engine)
             async with self._memory_turn:
                 await asyncio.to_thread(self._memory.adopt, ServerControl(place.engine.url, key=self._key))
@@ -294,31 +294,29 @@ class Recovery:
                 self._set_lists()
         finally:
             self._starting.discard(index)
-            self._tell_all()
+            self._notify()
         if self._weights_come:
             name, arrived = place.engine.name, place.engine.arrived
             self._event(f"SGLang server {name} ({place.engine.url}) {arrived} and waits for weights")
         else:
-            await self._admit([place], place.engine.arrived)
+            await self._admit_engine([place], place.engine.arrived)
 
     async def _start_of(self, engine: AnyEngine) -> None:
         """Raises ProcessStartError where a process stands still meanwhile, or the start never ends."""
         start = asyncio.ensure_future(engine.start(READY_TIMEOUT_S))
-        standstill = asyncio.ensure_future(self._monitor.standstill(engine))
+        wait_hung = asyncio.ensure_future(self._monitor.wait_hung(engine))
         try:
-            done, _ = await asyncio.wait(
-                [start, standstill], timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait([start, wait_hung], timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise ProcessStartError(f"it was not there after {START_LIMIT_S:g} s")
             if not start.done():
-                raise ProcessStartError(f"it {standstill.result()}")
+                raise ProcessStartError(f"it {wait_hung.result()}")
             start.result()
         finally:
-            standstill.cancel()
+            wait_hung.cancel()
             start.cancel()
 
-    async def _admit(self, places: Sequence[_Place], what: str) -> None:
+    async def _admit_engine(self, places: Sequence[_EngineSlot], what: str) -> None:
         for place in places:
             place.phase, place.since = Phase.SERVING, time.monotonic()
             self._counts["servers_replaced"] += 1
@@ -346,7 +344,7 @@ class Recovery:
             if (engine := place.engine).url == server.url:
                 self._loop.call_soon_threadsafe(self._blame, place, engine, f"failed a call: {error}")
 
-    def _blame(self, place: _Place, engine: AnyEngine, what: str) -> None:
+    def _blame(self, place: _EngineSlot, engine: AnyEngine, what: str) -> None:
         if place.has(engine) and not place.blamed.done():
             place.blamed.set_result(what)
 
@@ -356,9 +354,9 @@ class Recovery:
         """The driver hears of it, too."""
         logger.warning("%s", line)
         self._events.append(line)
-        self._tell_all()
+        self._notify()
 
-    def _tell_all(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

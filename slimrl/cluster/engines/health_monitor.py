@@ -27,7 +27,7 @@ LONGEST_PAUSE_S = 1.0  # between two looks at a server that may be ill
 Answer = TypeVar("Answer")
 
 
-class Watched(Protocol):
+class Probeable(Protocol):
     """What a probe needs of an engine."""
 
     url: str | None
@@ -38,7 +38,7 @@ class Watched(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class HealthFlags:
+class HealthConfig:
     """--rollout-health-check-interval, -timeout and -first-wait, in seconds."""
 
     interval_s: float
@@ -46,7 +46,7 @@ class HealthFlags:
     first_wait_s: float
 
     @classmethod
-    def from_args(cls, args: Arguments) -> HealthFlags:
+    def from_args(cls, args: Arguments) -> HealthConfig:
         """From the flags."""
         return cls(
             args.rollout_health_check_interval,
@@ -58,27 +58,27 @@ class HealthFlags:
 class HealthMonitor:
     """Probes servers from threads of its own, so that servers that hang keep nobody else's work."""
 
-    def __init__(self, flags: HealthFlags, servers: int, key: str | None = None) -> None:
+    def __init__(self, flags: HealthConfig, servers: int, key: str | None = None) -> None:
         self._flags = flags
         self._key = key
         self._pool = ThreadPoolExecutor(max_workers=servers + 1, thread_name_prefix="health")
         self._quiet_until = 0.0
-        self._pushes = 0  # begun or ended: even while none is under way
+        self._weight_updates = 0  # begun or ended: even while none is under way
 
     def generation_begins(self) -> None:
         """From now on no probe begins for `first_wait_s`."""
         self._quiet_until = time.monotonic() + self._flags.first_wait_s
 
     @property
-    def pushing(self) -> bool:
+    def updating_weights(self) -> bool:
         """Whether weights are on their way; set it when that begins and ends."""
-        return self._pushes % 2 == 1
+        return self._weight_updates % 2 == 1
 
-    @pushing.setter
-    def pushing(self, value: bool) -> None:
-        self._pushes += value != self.pushing
+    @updating_weights.setter
+    def updating_weights(self, value: bool) -> None:
+        self._weight_updates += value != self.updating_weights
 
-    async def illness(self, server: Watched) -> str:
+    async def wait_unhealthy(self, server: Probeable) -> str:
         """Pending while the server is well; then what is wrong with it."""
         while True:
             await self._pause()
@@ -92,14 +92,14 @@ class HealthMonitor:
             if (what := await self._lasting(lambda: self._router_silent(url))) is not None:
                 return what
 
-    async def standstill(self, server: Watched) -> str:
+    async def wait_hung(self, server: Probeable) -> str:
         """Pending while no process of a server that is starting is stopped for too long; then which."""
         while True:
             await asyncio.sleep(self._flags.interval_s)
             if (what := await self._lasting(lambda: self._stopped_processes(server))) is not None:
                 return what
 
-    async def probe(self, server: Watched) -> str | None:
+    async def probe(self, server: Probeable) -> str | None:
         """One probe: None where the server is well."""
         for look in (self._silent, self._stopped, self._stuck):
             if (what := await self._lasting(lambda look=look: look(server))) is not None:
@@ -124,28 +124,28 @@ class HealthMonitor:
             await asyncio.sleep(min(self._flags.timeout_s / 4, LONGEST_PAUSE_S))
         return None
 
-    async def _silent(self, server: Watched) -> str | None:
+    async def _silent(self, server: Probeable) -> str | None:
         load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
         return "has not answered" if load.running is None else None
 
-    async def _stopped(self, server: Watched) -> str | None:
+    async def _stopped(self, server: Probeable) -> str | None:
         try:
             return await asyncio.wait_for(self._stopped_processes(server), self._flags.timeout_s)
         except TimeoutError:
             return "has had an actor that does not answer"
 
-    async def _stopped_processes(self, server: Watched) -> str | None:
+    async def _stopped_processes(self, server: Probeable) -> str | None:
         names = await server.stopped()
         return f"has had stopped processes, {', '.join(names)}," if names else None
 
-    async def _stuck(self, server: Watched) -> str | None:
+    async def _stuck(self, server: Probeable) -> str | None:
         load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
-        if self.pushing or load.seconds is None or load.seconds < self._flags.timeout_s:
+        if self.updating_weights or load.seconds is None or load.seconds < self._flags.timeout_s:
             return None
-        pushes = self._pushes
+        weight_updates = self._weight_updates
         if (
             await self._ask(answers, f"{server.url}/server_info", self._flags.timeout_s, self._key)
-            or pushes != self._pushes
+            or weight_updates != self._weight_updates
         ):
             return None
         held = f" with {load.running} requests running and {load.waiting} queued" if load.running else ""

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.engines import RewardModelConfig
-from slimrl.cluster.engines.engine import ActorPlace, Engine, ServerSettings
+from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.auth import OPTION
@@ -75,7 +75,9 @@ class RewardServers:
         """Starts every server and returns when all of them answer. Raises ProcessStartError where one dies."""
         if not gpus.reward_engines:
             return cls([])
-        place = ActorPlace(Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd())
+        place = EngineActorConfig(
+            Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
+        )
         folder = Path(args.rm_model).absolute()
         architecture = RewardModelConfig.read(folder).architecture
         model = await asyncio.to_thread(

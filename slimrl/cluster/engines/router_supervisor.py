@@ -27,7 +27,7 @@ LONG_LIFE_S = 600.0  # of a router whose loss does not count with those before i
 RESTART_PAUSE_S = 5.0  # after a start that failed: whoever took its port may give it back
 
 
-class RouterKeeper:
+class RouterSupervisor:
     """`serving()` are the addresses that the router is to know; `tell(line)` is called for every event."""
 
     def __init__(
@@ -95,15 +95,15 @@ class RouterKeeper:
 
     async def _loss(self) -> str:
         """Pending while the router lives and is well."""
-        illness = asyncio.ensure_future(self._monitor.router_illness(self._router.url))
+        wait_unhealthy = asyncio.ensure_future(self._monitor.router_illness(self._router.url))
         try:
-            while (code := self._router.poll()) is None and not illness.done():
+            while (code := self._router.poll()) is None and not wait_unhealthy.done():
                 await asyncio.sleep(POLL_INTERVAL_S)
-            return illness.result() if code is None else f"died with exit code {code}"
+            return wait_unhealthy.result() if code is None else f"died with exit code {code}"
         finally:
-            illness.cancel()
+            wait_unhealthy.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await illness
+                await wait_unhealthy
 
     def _restart(self) -> None:
         self._life += 1

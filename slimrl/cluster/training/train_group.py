@@ -22,11 +22,11 @@ from ray import ObjectRef
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
-from slimrl.cluster.launch import Launch, Meeting, RankPlace
+from slimrl.cluster.launch import Launch, RankLocation, Rendezvous
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_messages import RankSetup, RankStart
-from slimrl.cluster.watchdog import Awaited, RankWhere, answers, of_ranks
+from slimrl.cluster.training.train_messages import TrainInit, TrainReady
+from slimrl.cluster.watchdog import RankStatus, WaitTarget, answers, format_rank_status
 from slimrl.platform.launch_env import network_of, rank_environment, usable_cores
 from slimrl.processes import ManagedProcess, importable, process_info
 from slimrl.processes.process_info import resident_gib
@@ -45,7 +45,7 @@ class TrainWorker:
     """One rank of training. Calls run one after another; `watch` is pending beside them."""
 
     def __init__(
-        self, args: Arguments, rank: int, world_size: int, launch: Launch, place: RankPlace, folder: Path
+        self, args: Arguments, rank: int, world_size: int, launch: Launch, place: RankLocation, folder: Path
     ) -> None:
         """Starts the rank's process on the GPU of `place`, in `folder`."""
         ray_session.enter(folder)
@@ -76,7 +76,7 @@ class TrainWorker:
         )
         self._process.start()
         theirs.close()
-        self._connection.send_bytes(pickle.dumps(RankSetup(args, rank, world_size, launch.machine.cuda)))
+        self._connection.send_bytes(pickle.dumps(TrainInit(args, rank, world_size, launch.machine.cuda)))
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> str:
@@ -106,11 +106,11 @@ class TrainWorker:
         return {f"{name}_rss_gib": resident_gib(self._process.pid), f"{name}_actor_rss_gib": actor, **device}
 
     @ray.method(concurrency_group="progress")
-    def where(self) -> RankWhere:
+    def where(self) -> RankStatus:
         """What the rank does and where in the code it is; the stacks of its threads are in its log then."""
         pid = process_info.guarded(self._process.pid)
         log = self._process.log_path
-        return RankWhere(
+        return RankStatus(
             rank=self._rank,
             pid=pid,
             node=ray.util.get_node_ip_address(),
@@ -123,13 +123,13 @@ class TrainWorker:
             log=os.fspath(log),
         )
 
-    def open_store(self) -> Meeting:
+    def open_store(self) -> Rendezvous:
         """Where all ranks meet; for rank 0."""
         return self.call("open_store", None if self._reach.one_machine else self._reach.here())
 
-    def initialize(self, meeting: Meeting) -> RankStart:
+    def initialize(self, meeting: Rendezvous) -> TrainReady:
         """Builds and loads the model in the rank."""
-        self._start: RankStart = self.call("initialize", meeting)
+        self._start: TrainReady = self.call("initialize", meeting)
         return self._start
 
     def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:
@@ -171,10 +171,10 @@ class TrainGroup:
     def __init__(self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> None:
         """Starts the actors and watches them; the model is built by `initialize`."""
         self._supervisor = supervisor
-        self._check_equal = args.check_weight_update_equal  # until the first push
+        self._check_equal = args.check_weight_update_equal  # until the first weight update
         self._has_slept = False
-        self.pushing: int | None = None  # the version of a push that has begun and is not complete
-        self.last_push: dict[str, float] = {}  # its metrics by their full names
+        self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
+        self.last_weight_update: dict[str, float] = {}  # its metrics by their full names
         ranks = gpus.plan.train
         gpus = gpus_of_nodes()
         self.workers = [
@@ -187,7 +187,7 @@ class TrainGroup:
                 rank,
                 len(ranks),
                 launch,
-                RankPlace(gpus.gpus[gpu].gpu_id, gpus[gpus.gpus[gpu].node]),
+                RankLocation(gpus.gpus[gpu].gpu_id, gpus[gpus.gpus[gpu].node]),
                 Path.cwd(),
             )
             for rank, gpu in enumerate(ranks)
@@ -214,7 +214,7 @@ class TrainGroup:
         return starts[0].start_rollout_id, starts[0].data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
-        """Prepares weight pushes to the engines."""
+        """Prepares weight updates of the engines."""
         self._call("connect_engines", endpoints, what="connecting training with the engines")
 
     def train(
@@ -246,15 +246,15 @@ class TrainGroup:
         self._call("wake", what="training waking up")
 
     def update_weights(self, version: int) -> dict[str, float]:
-        """Pushes the weights under `version`; every engine reports it before this returns."""
+        """Sends the weights under `version`; every engine reports it before this returns."""
         check_equal, self._check_equal = self._check_equal, False
-        self.pushing = version
-        report = self._call("update_weights", str(version), check_equal, what=f"the push of weights {version}")[0]
-        self.pushing = None
+        self.updating_weights = version
+        report = self._call("update_weights", str(version), check_equal, what=f"the weight update {version}")[0]
+        self.updating_weights = None
         if check_equal:
             taken = report["check_seconds"]
             logger.info("the weights of every engine equal the trained ones, bit for bit (compared in %.1f s)", taken)
-        self.last_push = {
+        self.last_weight_update = {
             "perf/update_weights_wire_bytes": float(report["bytes"]),
             "perf/update_weights_bytes_per_second": report["bytes"] / (report["seconds"] - report["check_seconds"]),
         }
@@ -271,7 +271,7 @@ class TrainGroup:
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
         self._call("close", what="the end of training")
-        self._supervisor.forget()  # from here on ranks end because they are told to
+        self._supervisor.stop_watching()  # from here on ranks end because they are told to
         stops = [worker.stop.remote() for worker in self.workers]
         self._supervisor.get(stops, _of(self.workers, "the end of the training processes"))
         self.kill()
@@ -282,6 +282,8 @@ class TrainGroup:
             ray.kill(worker)
 
 
-def _of(workers: Sequence[ray.actor.ActorHandle], what: str) -> Awaited:
+def _of(workers: Sequence[ray.actor.ActorHandle], what: str) -> WaitTarget:
     """A wait for one call on each of these workers, in their order."""
-    return Awaited(what, lambda pending: of_ranks(answers([worker.where.remote() for worker in workers]), pending))
+    return WaitTarget(
+        what, lambda pending: format_rank_status(answers([worker.where.remote() for worker in workers]), pending)
+    )

@@ -9,7 +9,7 @@ from slimrl.arguments import Arguments
 
 
 @dataclasses.dataclass(frozen=True)
-class RankSetup:
+class TrainInit:
     """What a rank must know before it can join the others."""
 
     args: Arguments
@@ -19,7 +19,7 @@ class RankSetup:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankStart:
+class TrainReady:
     """What a rank knows after it has loaded: where training begins and which share of a rollout is its own."""
 
     start_rollout_id: int

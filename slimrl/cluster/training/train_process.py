@@ -18,8 +18,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from slimrl.cluster.launch import Meeting, join_meeting, open_meeting
-from slimrl.cluster.training.train_messages import RankSetup, RankStart
+from slimrl.cluster.launch import Rendezvous, join_meeting, open_meeting
+from slimrl.cluster.training.train_messages import TrainInit, TrainReady
 from slimrl.hooks import described
 from slimrl.observability.terminal import LOG_FORMAT
 from slimrl.observability.tracer import Timeline
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Rank:
     """The calls that the actor forwards; each is collective over all ranks."""
 
-    def __init__(self, setup: RankSetup, on_progress: Callable[[int, int], None]) -> None:
+    def __init__(self, setup: TrainInit, on_progress: Callable[[int, int], None]) -> None:
         self._setup = setup
         self._on_progress = on_progress
         self.timeline = Timeline.open(setup.args, f"train rank {setup.rank}")
@@ -44,7 +44,7 @@ class Rank:
         self._store: Store | None = None
         self._meeting_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
-    def open_store(self, host: str | None) -> Meeting:
+    def open_store(self, host: str | None) -> Rendezvous:
         """Opens the store in which all ranks meet and says where; for rank 0. `host` as in `meeting.open_meeting`."""
         meeting, self._store = open_meeting(host, self._setup.world_size, self._meeting_timeout)
         return meeting
@@ -54,7 +54,7 @@ class Rank:
         import slimrl.megatron.training.trainer
         import slimrl.weights.update.weight_updater  # noqa: F401
 
-    def initialize(self, meeting: Meeting) -> RankStart:
+    def initialize(self, meeting: Rendezvous) -> TrainReady:
         """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer.
 
         Raises RuntimeError where the run uses GPUs and this rank has none.
@@ -84,10 +84,10 @@ class Rank:
             timeline=self.timeline,
         )
         trainer = self._trainer
-        return RankStart(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
+        return TrainReady(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
 
     def connect_engines(self, endpoints: list[Any]) -> None:
-        """Prepares weight pushes to these engines, and no more to those before."""
+        """Prepares weight updates of these engines, and no more to those before."""
         from slimrl.weights.update.weight_updater import WeightUpdater
 
         if self._updater is not None:
@@ -114,12 +114,14 @@ class Rank:
         self._trainer.memory.wake()
 
     def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
-        """Pushes the weights to every engine."""
+        """Sends the weights to every engine."""
         from slimrl.megatron.offload import State
 
         self._trainer.memory.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
         running = "retract" if self._setup.args.update_weights_in_flight else "abort"
-        report = self._updater.push(self._trainer.stages, version=version, check_equal=check_equal, running=running)
+        report = self._updater.update_weights(
+            self._trainer.stages, version=version, check_equal=check_equal, running=running
+        )
         return dataclasses.asdict(report)
 
     def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:

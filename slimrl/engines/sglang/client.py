@@ -10,7 +10,7 @@ engine's own words in every error. What is sent again, and how often:
 | the request took longer than `request_timeout_s` | never sent again |
 | nobody took it: no router listens, or it has no server (HTTP 503) | again, for `keep_trying_s` on end |
 | whoever worked on it was lost: the connection broke, or another HTTP 5xx | again, `MAX_LOSSES` times in all |
-| it was answered with weights that nobody pushed (`weights_are_pushed`) | again, as for a lost server |
+| it was answered with weights that nobody sent (`weights_are_updated`) | again, as for a lost server |
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import orjson
 
 from slimrl.engines.auth import bearer
 from slimrl.engines.protocol import (
-    EngineAnswerError,
     EngineRequestError,
+    EngineResponseError,
     EngineTimeoutError,
     EngineUnavailableError,
     Generation,
     aborted_answer,
 )
-from slimrl.engines.sglang.responses import AnswerReader, RequestStats, decoded
+from slimrl.engines.sglang.responses import RequestStats, ResponseReader, decoded
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ ABORT_REQUEST_TIMEOUT_S = 10.0
 ABORT_PATIENCE_S = 120.0  # an engine heeds an abort between two steps; the longest is the prefill of a long prompt
 
 
-class _UntakenError(Exception):
+class _RejectedError(Exception):
     """Nobody began to work on the request."""
 
 
-class _LostError(Exception):
+class _ConnectionLostError(Exception):
     """Whoever worked on the request was lost; generation has no side effects, so another may begin anew."""
 
 
@@ -68,8 +68,8 @@ class RouterClient:
     `server_urls` are the servers behind the router, which does not pass aborts on; set it anew when they change.
     `request_timeout_s` bounds one attempt, from its start to the last byte of the answer. `keep_trying_s` is how long
     a request that nobody takes is offered again: long enough for a router or the only server to be replaced.
-    `weights_are_pushed`: pushed weights have numbers for versions, and an answer with others is not used: it is of a
-    server that its owner started anew, which is noticed a moment later. `key` is shown to router and servers.
+    `weights_are_updated`: weights that were sent have numbers for versions, and an answer with others is not used: it
+    is of a server that its owner started anew, which is noticed a moment later. `key` is shown to router and servers.
     `vocabulary`: ids from this on are refused.
     """
 
@@ -81,7 +81,7 @@ class RouterClient:
         concurrency: int,
         request_timeout_s: float,
         keep_trying_s: float = KEEP_TRYING_S,
-        weights_are_pushed: bool = False,
+        weights_are_updated: bool = False,
         key: str | None = None,
         vocabulary: int | None = None,
     ) -> None:
@@ -93,8 +93,8 @@ class RouterClient:
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._keep_trying_s = keep_trying_s
-        self._weights_are_pushed = weights_are_pushed
-        self._reader = AnswerReader(vocabulary)
+        self._weights_are_updated = weights_are_updated
+        self._reader = ResponseReader(vocabulary)
         # a semaphore looks through those that it woke already, which costs more than a request where thousands wait
         self._gpus: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         for _ in range(concurrency):
@@ -137,7 +137,7 @@ class RouterClient:
 
         `session_id` keeps the requests of one conversation on one server, where the router's policy heeds it. Raises
         EngineRequestError (refused: the body says why), EngineTimeoutError, EngineUnavailableError (after retries), and
-        EngineAnswerError.
+        EngineResponseError.
         """
         payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         answer = await self._answered("/generate", payload, session_id, self._generation)
@@ -167,13 +167,13 @@ class RouterClient:
     def _generation(self, content: bytes) -> Generation:
         try:
             generation = self._reader.generation(content, self.requests)
-        except EngineAnswerError as error:
+        except EngineResponseError as error:
             servers = ", ".join(self.server_urls[:_SHOWN_SERVERS])
             more = f" and {len(self.server_urls) - _SHOWN_SERVERS} more" * (len(self.server_urls) > _SHOWN_SERVERS)
             behind = f", by a server behind it ({servers}{more})" if servers else ""
-            raise EngineAnswerError(f"{self.router_url}/generate was answered{behind}: {error}") from error
-        if self._weights_are_pushed:
-            _require_pushed(generation)
+            raise EngineResponseError(f"{self.router_url}/generate was answered{behind}: {error}") from error
+        if self._weights_are_updated:
+            _require_updated(generation)
         return generation
 
     async def _answered(
@@ -183,7 +183,7 @@ class RouterClient:
         body = orjson.dumps(payload)
         headers = {SESSION_HEADER: session_id} if session_id is not None else {}
         aborted = self._aborted
-        tries = _Tries(self._keep_trying_s)
+        tries = _RetryPolicy(self._keep_trying_s)
         while True:
             await self._gpus.get()
             try:
@@ -192,7 +192,7 @@ class RouterClient:
                     return None
                 sent_ns = time.monotonic_ns()
                 return read(await self._post(session, path, body, headers)), sent_ns
-            except (_UntakenError, _LostError) as error:
+            except (_RejectedError, _ConnectionLostError) as error:
                 if self._session is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
                 backoff_s = tries.backoff_after(error)
@@ -268,11 +268,11 @@ class RouterClient:
                 content = await response.read()
                 status = response.status
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _UntakenError(f"{url} cannot be reached: {error}") from error
+            raise _RejectedError(f"{url} cannot be reached: {error}") from error
         except TimeoutError as error:
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise _LostError(f"{url} broke off: {type(error).__name__}: {error}") from error
+            raise _ConnectionLostError(f"{url} broke off: {type(error).__name__}: {error}") from error
         finally:
             self._in_flight -= 1
         if status == 200:
@@ -282,7 +282,7 @@ class RouterClient:
             raise EngineRequestError(url, status, words)
         if time.monotonic() - started >= self._request_timeout_s:  # the router measures the same time
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {words}")
-        kind = _UntakenError if status == 503 else _LostError
+        kind = _RejectedError if status == 503 else _ConnectionLostError
         raise kind(f"{url} failed with HTTP {status}: {words}")
 
     def _new_session(self) -> aiohttp.ClientSession:
@@ -298,13 +298,13 @@ class RouterClient:
         return self._session
 
 
-def _require_pushed(generation: Generation) -> None:
+def _require_updated(generation: Generation) -> None:
     for version in (generation.weight_version, *(version for version, _ in generation.version_spans)):
         if not version.isdecimal():
-            raise _LostError(f"a server answered with the weights {version!r}, which this run never pushed")
+            raise _ConnectionLostError(f"a server answered with the weights {version!r}, which this run never sent")
 
 
-class _Tries:
+class _RetryPolicy:
     """How often one request was sent in vain."""
 
     def __init__(self, keep_trying_s: float) -> None:
@@ -314,10 +314,10 @@ class _Tries:
         self._untaken_since: float | None = None
         self._backoff_s = FIRST_BACKOFF_S
 
-    def backoff_after(self, error: _UntakenError | _LostError) -> float:
+    def backoff_after(self, error: _RejectedError | _ConnectionLostError) -> float:
         """Seconds to wait before the next try. Raises EngineUnavailableError where there is to be none."""
         self._count += 1
-        if isinstance(error, _LostError):
+        if isinstance(error, _ConnectionLostError):
             self._losses += 1
             self._untaken_since = None
             hopeless = self._losses > MAX_LOSSES

@@ -45,7 +45,7 @@ class ServerControl:
     """The server at `url`; every call may take `timeout_s` (the transfer of a whole model included) and shows `key`.
 
     Every method raises EngineRequestError (the server refused), EngineUnavailableError (no server, or HTTP 5xx),
-    EngineTimeoutError, or EngineAnswerError (the answer is not SGLang's). Calls are independent: several threads may
+    EngineTimeoutError, or EngineResponseError (the answer is not SGLang's). Calls are independent: several threads may
     use one object.
     """
 
@@ -62,7 +62,7 @@ class ServerControl:
     def weight_update(self, version: str, *, running: RunningRequests = "abort") -> Iterator[None]:
         """Change the weights inside this context, by any of the `update_weights_from_*` calls, in any number of calls.
 
-        If the body raises, the server stays paused: it must not answer with half-new weights. Push them all again in
+        If the body raises, the server stays paused: it must not answer with half-new weights. Update them all again in
         another `weight_update`, or stop the server. See `begin_weight_update` for what `running` does.
         """
         self.begin_weight_update(running)
@@ -266,7 +266,7 @@ class ServerControl:
         self._post("/release_memory_occupation", {"tags": list(tags)} if tags else {})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory again. What was in it is gone: push the weights anew."""
+        """Takes the memory again. What was in it is gone: update the weights again."""
         self._post("/resume_memory_occupation", {"tags": list(tags)} if tags else {})
 
     def healthy(self) -> bool:

@@ -22,7 +22,7 @@ TIMEOUT_S = 10.0
 LISTEN_TIMEOUT_S = 5.0
 HTTP_UNAUTHORIZED = 401
 TOKEN_TIMEOUT_S = 25.0  # a server itself gives up after 20 s
-STARTED_WITH = "default"  # the version of weights that nobody pushed
+STARTED_WITH = "default"  # the version of weights that nobody sent
 FLAG = "--rollout-external-engine-addrs"
 # what a run asks of a server besides generation; all are there in SGLang 0.5.18 and later
 NEEDED_PATHS = (
@@ -189,10 +189,10 @@ def _of_model(model: dict[str, Any], hf_checkpoint: Path) -> Iterator[str]:
 def _of_what_it_holds(url: str, model: dict[str, Any]) -> Iterator[str]:
     version = model["weight_version"]
     if version != STARTED_WITH:
-        yield f"it has the weights {version!r} of another run, and --debug-rollout-only pushes none: start it anew"
+        yield f"it has the weights {version!r} of another run, and --debug-rollout-only updates none: start it anew"
     elif not answers(f"{url}/health_generate", TOKEN_TIMEOUT_S):
         yield (
-            f"it makes no token within {TOKEN_TIMEOUT_S:g} s, as after a push that was cut off:"
+            f"it makes no token within {TOKEN_TIMEOUT_S:g} s, as after a weight update that was cut off:"
             " POST /continue_generation to it, or start it anew"
         )
 

@@ -20,10 +20,10 @@ import msgspec
 import orjson
 
 from slimrl.data.sample import Span, add_span
-from slimrl.engines.protocol import EngineAnswerError, Generation
+from slimrl.engines.protocol import EngineResponseError, Generation
 
 
-class Answered(Protocol):
+class ResponseCounts(Protocol):
     """The fields of an answer that are counted; 0 or None where the server does not report them."""
 
     prompt_tokens: int
@@ -49,7 +49,7 @@ class RequestStats:
         self._latencies: list[float] = []
         self._queue_times: list[float] = []
 
-    def note(self, answer: Answered) -> None:
+    def note(self, answer: ResponseCounts) -> None:
         """One answered request."""
         if self._apart.get():
             return
@@ -143,7 +143,7 @@ class _MetaInfo(msgspec.Struct):
     spec_verify_ct: int = 0
 
 
-class AnswerReader:
+class ResponseReader:
     """Reads answers of engines whose vocabulary has `vocabulary` token ids; None where that is not known."""
 
     def __init__(self, vocabulary: int | None = None) -> None:
@@ -157,16 +157,16 @@ class AnswerReader:
     def generation(self, content: bytes, stats: RequestStats | None = None) -> Generation:
         """The answer, checked: one log-probability per new token, of that token; `stats` is told of it.
 
-        Raises EngineAnswerError where it is not, where a field is missing or of another type (a log-probability that is
-        no number comes as null), and where a token id or a log-probability is outside of its range.
+        Raises EngineResponseError where it is not, where a field is missing or of another type (a log-probability that
+        is no number comes as null), and where a token id or a log-probability is outside of its range.
         """
         try:
             answer = self._decoder.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if (wrong := _out_of_range(content, self._vocabulary)) is not None:
-                raise EngineAnswerError(f"the engine's answer cannot be used: {wrong}") from error
+                raise EngineResponseError(f"the engine's answer cannot be used: {wrong}") from error
             shown = content[:_SHOWN_BYTES].decode(errors="replace")
-            raise EngineAnswerError(f"the engine's answer cannot be read: {error}; it begins {shown!r}") from error
+            raise EngineResponseError(f"the engine's answer cannot be read: {error}; it begins {shown!r}") from error
         return _checked(answer, stats)
 
 
@@ -174,7 +174,7 @@ def _checked(answer: Any, stats: RequestStats | None) -> Generation:
     meta = answer.meta_info
     token_ids, scored = answer.output_ids, meta.output_token_logprobs
     if [entry.token_id for entry in scored] != token_ids:
-        raise EngineAnswerError(
+        raise EngineResponseError(
             f"the engine answered {len(token_ids)} token ids and log-probabilities of {len(scored)} others:"
             f" request {meta.id}, finish reason {meta.finish_reason.type}"
         )
@@ -191,12 +191,12 @@ def _checked(answer: Any, stats: RequestStats | None) -> Generation:
 
 
 def decoded(content: bytes) -> Any:
-    """The answer as plain data, whatever it holds. Raises EngineAnswerError where it is no JSON."""
+    """The answer as plain data, whatever it holds. Raises EngineResponseError where it is no JSON."""
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
         shown = content[:_SHOWN_BYTES].decode(errors="replace")
-        raise EngineAnswerError(f"the engine's answer is not JSON: {error}; it begins {shown!r}") from error
+        raise EngineResponseError(f"the engine's answer is not JSON: {error}; it begins {shown!r}") from error
 
 
 def _spans(meta: _MetaInfo, count: int) -> list[Span]:

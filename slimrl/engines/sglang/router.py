@@ -26,7 +26,7 @@ from slimrl.engines.http import answers, call, shaped
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.server_args import RESERVED_ROUTER, render_options, router_flags
 from slimrl.processes import POLL_INTERVAL_S, ManagedProcess, importable
-from slimrl.processes.ports import PortClaim, claim_port, claim_ports
+from slimrl.processes.ports import PortReservation, claim_port, claim_ports
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RouterControl:
         return call(method, self.url + path, body, timeout_s=CALL_TIMEOUT_S, key=self.key)
 
 
-class RunningRouter(RouterControl):
+class ExternalRouter(RouterControl):
     """A router of the user's (`--sglang-router-ip`): it is never started or ended here.
 
     Servers that were not added here are somebody else's, and stay. `added` are those that were, by another object.
@@ -220,7 +220,7 @@ class RouterProcess(RouterControl):
         self._wanted_port = port
         self._options = dict(options or {})
         self._listens_on = self._options.pop("host", host)
-        self._claims: list[PortClaim] = []
+        self._claims: list[PortReservation] = []
         self._process: ManagedProcess | None = None
 
     @property

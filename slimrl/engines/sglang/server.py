@@ -21,7 +21,7 @@ from slimrl.engines.sglang.launch import ServerLaunch, default_options, server_e
 from slimrl.engines.sglang.server_args import RESERVED, render_options, server_flags
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.folders import kernel_cache
-from slimrl.processes.ports import PortClaim, claim_port, claim_ports
+from slimrl.processes.ports import PortReservation, claim_port, claim_ports
 
 # the rendezvous port, and behind it what data-parallel attention uses: 6 sockets, one per data-parallel rank, and the
 # 13th for the handshake between nodes
@@ -89,7 +89,7 @@ class ServerProcess:
             "skip_server_warmup": True,
             "enable_memory_saver": self._launch.memory_saver,
         }
-        self._claims: list[PortClaim] = []
+        self._claims: list[PortReservation] = []
         self._process: ManagedProcess | None = None
 
     @property

@@ -130,7 +130,7 @@ def take_snapshot(
         content["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=False, metadata=sharding)
         agree_on_step(content["optimizer"], step_counts(state.optimizer))
     about = {
-        "weight_version": str(rollout_id + 1),  # under which these weights are pushed
+        "weight_version": str(rollout_id + 1),  # under which these weights are updated
         "has_optimizer": with_optimizer,
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),

@@ -23,7 +23,7 @@ from torch import Tensor
 from slimrl.data.train_batch import RolloutBatch, sequence_multiple
 
 
-def held_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
+def local_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
     """Rows of the whole pack that `rank` holds, in its own order; int64 [sum(lengths) / ranks].
 
     `lengths` int64 [sequences], each a multiple of 2 x `ranks` (of 1 where there is one rank).
@@ -37,7 +37,7 @@ def held_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
 
 def pack_order(lengths: Tensor, ranks: int) -> Tensor:
     """Where each row of the whole pack stands after all ranks' rows were laid end to end; int64 [sum(lengths)]."""
-    gathered = torch.cat([held_rows(lengths, rank, ranks) for rank in range(ranks)])
+    gathered = torch.cat([local_rows(lengths, rank, ranks) for rank in range(ranks)])
     order = torch.empty_like(gathered)
     order[gathered] = torch.arange(gathered.numel(), device=gathered.device)
     return order
@@ -88,7 +88,7 @@ def packed_sequences(lengths: Tensor, ranks: int, device: torch.device, *, rank:
     """
     boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
     longest = int(lengths.max())
-    positions = ranges(torch.zeros_like(lengths), lengths)[held_rows(lengths, rank, ranks)]
+    positions = ranges(torch.zeros_like(lengths), lengths)[local_rows(lengths, rank, ranks)]
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -172,7 +172,7 @@ def pack_micro_batch(
     padded = torch.ones_like(tokens, dtype=torch.bool)
     padded[real] = False
     positions = ranges(starts + totals - responses, responses)
-    held = held_rows(lengths, context_rank, context_size)
+    held = local_rows(lengths, context_rank, context_size)
     place = torch.full_like(tokens, -1)
     place[held] = torch.arange(held.numel())
     logit_rows = place[positions - 1]

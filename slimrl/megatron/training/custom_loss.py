@@ -19,7 +19,7 @@ from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.loss import MAXIMUM_NAMES, PolicyLossSums
 
 if TYPE_CHECKING:
-    from slimrl.megatron.training.forward_step import LogProbSettings, ResponseColumns
+    from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
     from slimrl.megatron.training.train_inputs import RolloutData
 
 FLAG = "--custom-loss-function-path"
@@ -28,7 +28,7 @@ FLAG = "--custom-loss-function-path"
 class LossBatch(dict[str, Any]):
     """See `slimrl.hooks.LossBatch`."""
 
-    def __init__(self, data: RolloutData, micro_batch: MicroBatch, settings: LogProbSettings) -> None:
+    def __init__(self, data: RolloutData, micro_batch: MicroBatch, settings: LogProbConfig) -> None:
         rows, count = micro_batch.rows, len(data["response_lengths"])
         super().__init__(
             {
@@ -57,19 +57,17 @@ class LossBatch(dict[str, Any]):
         return self._settings.of_all_ranks(values, torch.zeros_like(values), self._micro_batch)[0]
 
 
-class OwnLoss:
+class CheckedCustomLoss:
     """The function of one run, whose answers are checked."""
 
-    def __init__(self, args: Arguments, settings: LogProbSettings) -> None:
+    def __init__(self, args: Arguments, settings: LogProbConfig) -> None:
         """Raises HookError where the path leads to nothing that keeps its contract."""
         self._args = args
         self._settings = settings
         self._name = f"{FLAG} {args.custom_loss_function_path}"
         self._function = named(FLAG, args.custom_loss_function_path, CustomLoss)
 
-    def sums(
-        self, logits: Tensor, micro_batch: MicroBatch, columns: ResponseColumns, data: RolloutData
-    ) -> PolicyLossSums:
+    def sums(self, logits: Tensor, micro_batch: MicroBatch, columns: TrainTensors, data: RolloutData) -> PolicyLossSums:
         """The loss of one micro-batch; raises HookFailedError where the function fails or returns something else."""
         mask = columns.loss_mask.index_select(0, micro_batch.response_index)
         per_token = self._args.calculate_per_token_loss

@@ -25,12 +25,12 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TokensToScore
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.loss import PolicyLossInputs, PolicyLossSettings, PolicyLossSums, policy_loss_sums
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, PolicyLossSums, policy_loss_sums
 from slimrl.megatron.training.nonfinite_guard import broken_samples
 
 
 @dataclasses.dataclass(frozen=True)
-class LogProbSettings:
+class LogProbConfig:
     """How hidden states become log-probabilities: with logits that are kept for the backward pass, or without."""
 
     vocab_size: int  # without padding
@@ -41,7 +41,7 @@ class LogProbSettings:
     context_group: dist.ProcessGroup
 
     @classmethod
-    def from_args(cls, args: Arguments, parallel: ParallelState) -> LogProbSettings:
+    def from_args(cls, args: Arguments, parallel: ParallelState) -> LogProbConfig:
         """The settings of a run."""
         return cls(
             vocab_size=args.vocab_size,
@@ -78,7 +78,7 @@ class LogProbSettings:
         if self.context_group.size() == 1:
             return first, second
         total = micro_batch.response_index.numel()
-        return _FromAllRanks.apply(first, second, micro_batch.own, total, self.context_group)
+        return _GatherContextParallel.apply(first, second, micro_batch.own, total, self.context_group)
 
     def _from_logits(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_log_probs(
@@ -91,7 +91,7 @@ class LogProbSettings:
         )
 
 
-class _FromAllRanks(torch.autograd.Function):
+class _GatherContextParallel(torch.autograd.Function):
     """Columns [total] of which each rank of `group` has the values at `own`; gradients go back to these only.
 
     So a loss of the whole columns, computed on every rank, has its exact gradient spread over the ranks, whatever it
@@ -116,7 +116,7 @@ class _FromAllRanks(torch.autograd.Function):
 
 
 @dataclasses.dataclass(frozen=True)
-class ResponseColumns:
+class TrainTensors:
     """What the loss needs beside the model's output, for all samples of this rank: float32 [its response tokens]."""
 
     old_log_probs: Tensor
@@ -127,7 +127,7 @@ class ResponseColumns:
     loss_mask: Tensor
 
     @classmethod
-    def without_policy(cls, loss_mask: Tensor) -> ResponseColumns:
+    def without_policy(cls, loss_mask: Tensor) -> TrainTensors:
         """The columns of a loss that compares with no other policy; what it does not read is 0."""
         none = torch.zeros_like(loss_mask)
         return cls(none, none, none, None, none, loss_mask)
@@ -159,7 +159,7 @@ def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:
     return micro_batch.tokens.numel() // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
-def _forward(stage: torch.nn.Module, micro_batch: MicroBatch, settings: LogProbSettings) -> Tensor:
+def _forward(stage: torch.nn.Module, micro_batch: MicroBatch, settings: LogProbConfig) -> Tensor:
     """The last stage's output that `settings` reads; of other stages hidden states.
 
     Rotary positions restart at every sequence.
@@ -215,7 +215,7 @@ def _run(
 def compute_scores(
     stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
-    settings: LogProbSettings,
+    settings: LogProbConfig,
     response_tokens: int,
     parallel: ParallelState,
     on_micro_batch: Callable[[], None],
@@ -252,9 +252,9 @@ def compute_scores(
 def forward_backward(
     stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
-    columns: ResponseColumns,
-    log_prob_settings: LogProbSettings,
-    loss_settings: PolicyLossSettings,
+    columns: TrainTensors,
+    log_prob_settings: LogProbConfig,
+    loss_settings: PolicyLossConfig,
     on_micro_batch: Callable[[], None],
     *,
     by_tokens: float | None = None,

@@ -2,7 +2,7 @@
 
 Promises that the lists choose the same weights in every parallel layout, and that a pattern which chooses nothing is an
 error. What is frozen gets no gradient buffer and no optimizer state, and does not count in the gradient norm; it is
-saved and pushed to the engines like any other weight. Called by the trainer, once, before the stages are wrapped.
+saved and updated the engines like any other weight. Called by the trainer, once, before the stages are wrapped.
 """
 
 from __future__ import annotations

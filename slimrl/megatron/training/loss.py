@@ -30,7 +30,7 @@ _REDUCER = "--custom-pg-loss-reducer-function-path"
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnParts:
+class PolicyLossHooks:
     """The functions, each None where slimrl's own way is taken."""
 
     correction: Callable[..., Any] | None = None
@@ -39,7 +39,7 @@ class OwnParts:
     reducer_name: str = ""
 
     @classmethod
-    def from_args(cls, args: Arguments) -> OwnParts:
+    def from_args(cls, args: Arguments) -> PolicyLossHooks:
         """Raises HookError where a path leads to nothing that keeps its contract."""
         tis, reducer = args.custom_tis_function_path, args.custom_pg_loss_reducer_function_path
         return cls(
@@ -122,7 +122,7 @@ MAXIMUM_NAMES = ("ratio_max_abs_diff", "train_rollout_logprob_abs_diff_max")
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLossSettings:
+class PolicyLossConfig:
     """The flags that shape the loss."""
 
     eps_clip: float
@@ -138,13 +138,13 @@ class PolicyLossSettings:
     tis_bounds: tuple[float, float] | None = None  # None: no importance correction
     opsm_delta: float | None = None  # None: no sequence is left out
     own: bool = False  # the loss is a function of the user's, which `own_loss` calls
-    own_parts: OwnParts = OwnParts()
+    own_parts: PolicyLossHooks = PolicyLossHooks()
     compares_policies: bool = True  # whether there are log-probabilities of other policies
 
     @classmethod
-    def from_args(cls, args: Arguments) -> PolicyLossSettings:
+    def from_args(cls, args: Arguments) -> PolicyLossConfig:
         """The settings of a run; a KL loss that is only logged has coefficient 0."""
-        own_parts = OwnParts.from_args(args)
+        own_parts = PolicyLossHooks.from_args(args)
         return cls(
             eps_clip=args.eps_clip,
             eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -199,13 +199,13 @@ class PolicyLossSums:
 
     loss: Tensor  # scalar
     count: Tensor  # int32 scalar: what the loss is divided by
-    weighted: Tensor  # float64 [len(PolicyLossSettings.weighted_names)], divided by `count`
+    weighted: Tensor  # float64 [len(PolicyLossConfig.weighted_names)], divided by `count`
     by_token: Tensor  # float64 [len(TOKEN_NAMES) + 1], divided by its last entry, the trained tokens
     maxima: Tensor  # float64 [len(MAXIMUM_NAMES)]
     own: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # by a function of the user's, divided by `count`
 
 
-def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLossSums:
+def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
     """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
 
     Per token: the sum over trained tokens, counted in trained tokens. Otherwise: the sum over samples of the mean
@@ -254,7 +254,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
 
 
 def _corrected_by_the_user(
-    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The policy loss per token, the mask to take means with, and values to log, by --custom-tis-function-path."""
     if settings.own_parts.correction is None:
@@ -264,7 +264,7 @@ def _corrected_by_the_user(
 
 
 def _reduced_by_the_user(
-    loss: Tensor, mask: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+    loss: Tensor, mask: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> Tensor | None:
     """The policy loss as one number, by --custom-pg-loss-reducer-function-path; None without it."""
     if settings.own_parts.reducer is None:
@@ -277,7 +277,7 @@ def _lists_of_lengths(inputs: PolicyLossInputs) -> tuple[list[int], list[int]]:
 
 
 def _with_entropy_and_kl(
-    per_token: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
+    per_token: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> tuple[Tensor, Tensor]:
     """The loss per token with what the coefficients add to it, and the KL to the reference (0 without one)."""
     kl = torch.zeros_like(inputs.loss_mask)
@@ -292,14 +292,14 @@ def _with_entropy_and_kl(
     return per_token, kl
 
 
-def _counts(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
+def _counts(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, Tensor]:
     """The trained tokens, and what the loss is divided by."""
     trained_tokens = (inputs.loss_mask != 0).sum()
     samples = torch.full_like(trained_tokens, inputs.response_lengths.numel())
     return trained_tokens, trained_tokens if settings.per_token else samples
 
 
-def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLossSums:
+def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
     """The negative log-likelihood of the trained tokens, summed as the policy loss is."""
     mask = inputs.loss_mask
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
@@ -316,7 +316,7 @@ def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> 
         )
 
 
-def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> PolicyLoss:
+def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLoss:
     """The estimator's own loss per token, before any correction."""
     clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
     if settings.objective is Objective.CLIPPED_WEIGHT:
@@ -328,9 +328,7 @@ def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> Poli
     return clipped_policy_loss(log_probs, old_log_probs, inputs.advantages, eps_clip_c=settings.eps_clip_c, **clip)
 
 
-def _corrected(
-    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossSettings
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The policy loss weighted for who drew the samples, and the values to log (`weighted_names` after the first)."""
     values: tuple[Tensor, ...] = ()
     if settings.tis_bounds is not None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _SHOWN_SAMPLES = 8
 
 
-class StepGuard:
+class NonFiniteGuard:
     """Counts what it skips. `begin` before the backward pass, `step` after the reduction; collective over all ranks."""
 
     def __init__(

@@ -18,7 +18,7 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.forward_step import ResponseColumns
+from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.processes.best_effort_files import OptionalFiles
 
 FORMAT = "slimrl-train-data-1"
@@ -26,7 +26,7 @@ _COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs"
 
 
 def save_train_data(
-    args: Arguments, rollout_id: int, batch: RolloutBatch, columns: ResponseColumns, parallel: ParallelState
+    args: Arguments, rollout_id: int, batch: RolloutBatch, columns: TrainTensors, parallel: ParallelState
 ) -> None:
     """Writes --save-debug-train-data with `{rollout_id}` filled in; collective over all ranks, of which one writes.
 
@@ -61,7 +61,7 @@ def _put(path: Path, content: memoryview) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _samples(batch: RolloutBatch, columns: ResponseColumns, rank: int, *, with_policy: bool) -> list[dict[str, Any]]:
+def _samples(batch: RolloutBatch, columns: TrainTensors, rank: int, *, with_policy: bool) -> list[dict[str, Any]]:
     places = {
         row: {"data_parallel_rank": rank, "optimizer_step": step, "micro_batch": number}
         for step, micro_batches in enumerate(batch.micro_batches)

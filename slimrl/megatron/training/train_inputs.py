@@ -23,7 +23,7 @@ from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import BeforeLogProb, BeforeTrainStep, CustomAdvantage, Hook, HookFailedError, MegatronInit, named
 from slimrl.hooks import RolloutDataPostprocess as Postprocess
-from slimrl.megatron.training.forward_step import ResponseColumns
+from slimrl.megatron.training.forward_step import TrainTensors
 
 
 def token_advantages(
@@ -132,7 +132,7 @@ def judged(
     ref_log_probs: Tensor | None,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[ResponseColumns, RolloutData | None]:
+) -> tuple[TrainTensors, RolloutData | None]:
     """What the loss needs beside the model, and the dict that a custom loss sees of it (None where nobody asks).
 
     `log_probs` [response tokens of the rank] are None for a loss without advantages; `group` are the data-parallel
@@ -241,10 +241,10 @@ def _kl(args: Arguments, log_probs: Tensor, ref_log_probs: Tensor | None) -> Ten
     return kl_estimate(log_probs, ref_log_probs, args.kl_loss_type)
 
 
-def _as_columns(args: Arguments, columns: dict[str, Tensor]) -> ResponseColumns:
+def _as_columns(args: Arguments, columns: dict[str, Tensor]) -> TrainTensors:
     if "log_probs" not in columns:
-        return ResponseColumns.without_policy(columns["loss_masks"])
-    return ResponseColumns(
+        return TrainTensors.without_policy(columns["loss_masks"])
+    return TrainTensors(
         old_log_probs=columns["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"],
         train_log_probs=columns["log_probs"],
         rollout_log_probs=columns["rollout_log_probs"],

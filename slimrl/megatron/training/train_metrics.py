@@ -24,8 +24,8 @@ from slimrl.hooks import HookFailedError
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
 from slimrl.megatron.training.custom_loss import added_metrics
-from slimrl.megatron.training.forward_step import ResponseColumns
-from slimrl.megatron.training.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossSettings, PolicyLossSums
+from slimrl.megatron.training.forward_step import TrainTensors
+from slimrl.megatron.training.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossConfig, PolicyLossSums
 from slimrl.models.model_spec import shape_of
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
@@ -60,7 +60,7 @@ class PhaseTimes:
 def rollout_report(
     args: Arguments,
     batch: RolloutBatch,
-    columns: ResponseColumns,
+    columns: TrainTensors,
     returns: Tensor | None,
     entropy: Tensor | None,
     seconds: dict[str, float],
@@ -96,7 +96,7 @@ def _plain_sums(batch: RolloutBatch) -> list[float]:
 
 
 def _policy_sums(
-    args: Arguments, batch: RolloutBatch, columns: ResponseColumns, returns: Tensor | None, entropy: Tensor | None
+    args: Arguments, batch: RolloutBatch, columns: TrainTensors, returns: Tensor | None, entropy: Tensor | None
 ) -> dict[str, float]:
     """Sums over samples, those without trained tokens left out, of the means over their trained tokens."""
     mask, lengths = columns.loss_mask, batch.response_lengths.to(columns.loss_mask.device)
@@ -165,7 +165,7 @@ _LATER_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
 
 
 def reduce_step(
-    sums: Sequence[PolicyLossSums], settings: PolicyLossSettings, parallel: ParallelState
+    sums: Sequence[PolicyLossSums], settings: PolicyLossConfig, parallel: ParallelState
 ) -> dict[str, float]:
     """The step's metrics by name, equal on every rank; collective over all ranks.
 
@@ -201,7 +201,7 @@ def reduce_step(
     return metrics | {"tokens": tokens}
 
 
-def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossSettings) -> None:
+def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossConfig) -> None:
     """A user's metric must not take the place of one of slimrl's, which the run is judged and guarded by."""
     where = CUSTOM_LOSS if settings.own else settings.own_parts.correction_name
     taken = {*metrics, *_LATER}

@@ -29,18 +29,18 @@ from slimrl.megatron.model.model_builder import build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.ref_model import ReferenceWeights
-from slimrl.megatron.training.custom_loss import OwnLoss
+from slimrl.megatron.training.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.forward_step import (
-    LogProbSettings,
-    ResponseColumns,
+    LogProbConfig,
+    TrainTensors,
     compute_scores,
     forward_backward,
     layer_tokens,
 )
 from slimrl.megatron.training.freeze import freeze_parameters, trained_weights
-from slimrl.megatron.training.loss import PolicyLossSettings, PolicyLossSums
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossSums
 from slimrl.megatron.training.memory_report import MemoryReport
-from slimrl.megatron.training.nonfinite_guard import StepGuard
+from slimrl.megatron.training.nonfinite_guard import NonFiniteGuard
 from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
 from slimrl.megatron.training.train_dump import save_train_data
 from slimrl.megatron.training.train_inputs import (
@@ -108,14 +108,14 @@ class MegatronTrainer:
         self.scheduler = config.parameter_scheduler(args, self.optimizer)
         self._times = PhaseTimes(self.parallel.device)
         self.rollout_report: dict[str, float] = {}
-        self._guard = StepGuard(args, self.optimizer, self.stages, self.parallel)
+        self._guard = NonFiniteGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
         self.memory = memory_of(args, self._wrapped, self.optimizer, self.parallel.device)
-        self._log_prob_settings = LogProbSettings.from_args(args, self.parallel)
-        self._loss_settings = PolicyLossSettings.from_args(args)
+        self._log_prob_settings = LogProbConfig.from_args(args, self.parallel)
+        self._loss_settings = PolicyLossConfig.from_args(args)
         self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler)
-        self._own_loss = OwnLoss(args, self._log_prob_settings) if self._loss_settings.own else None
+        self._own_loss = CheckedCustomLoss(args, self._log_prob_settings) if self._loss_settings.own else None
         self._saver = CheckpointSaver.from_args(args)
         self._exporter = None if args.save_hf is None else ModelExporter(args, self.stages, self.parallel)
 
@@ -171,7 +171,7 @@ class MegatronTrainer:
         """Train on this data-parallel rank's share of one rollout; metrics per optimizer step, equal on every rank.
 
         `batch` holds the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError where
-        loss or gradient is not finite, as `StepGuard` says; weights and optimizer are as before that step then.
+        loss or gradient is not finite, as `NonFiniteGuard` says; weights and optimizer are as before that step then.
         Raises CheckpointError where a save failed in the background.
         """
         with self._profiler.part(OVERALL, rollout_id):
@@ -212,7 +212,7 @@ class MegatronTrainer:
         self.rollout_report = self._report(batch, columns, entropy)
         return metrics
 
-    def _report(self, batch: RolloutBatch, columns: ResponseColumns, entropy: Tensor | None) -> dict[str, float]:
+    def _report(self, batch: RolloutBatch, columns: TrainTensors, entropy: Tensor | None) -> dict[str, float]:
         args, returns = self.args, None
         if args.compute_advantages_and_returns and self._hooks.advantages is None:
             returns = token_returns(args, batch, columns.train_log_probs, columns.ref_log_probs)
@@ -231,7 +231,7 @@ class MegatronTrainer:
 
     def _columns(
         self, rollout_id: int, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
-    ) -> tuple[ResponseColumns, RolloutData | None, Tensor | None]:
+    ) -> tuple[TrainTensors, RolloutData | None, Tensor | None]:
         """Everything the loss needs that does not change during the rollout's optimizer steps (see `judged`).
 
         And with --use-rollout-entropy the entropy at each response token.
@@ -255,7 +255,7 @@ class MegatronTrainer:
         train_log_probs = ref_log_probs = entropy = None
         if self.args.compute_advantages_and_returns:
             if self._reference is not None:
-                with self._reference.swapped_in():
+                with self._reference.loaded_weights():
                     (ref_log_probs,) = scores("ref_")
             train_log_probs, *rest = scores("", self.args.use_rollout_entropy)
             entropy = rest[0] if rest else None
@@ -283,7 +283,7 @@ class MegatronTrainer:
     def _accumulate(
         self,
         micro_batches: list[MicroBatch],
-        columns: ResponseColumns,
+        columns: TrainTensors,
         data: RolloutData | None,
         samples: int,
         advance: Callable[[], None],
@@ -304,7 +304,7 @@ class MegatronTrainer:
         )
 
     def _step(self, sums: list[PolicyLossSums], where: str, broken_inputs: Callable[[], list[str]]) -> dict[str, float]:
-        """The optimizer step, unless something is not finite (see `StepGuard`); the metrics of the whole step."""
+        """The optimizer step, unless something is not finite (see `NonFiniteGuard`); the metrics of the whole step."""
         metrics = reduce_step(sums, self._loss_settings, self.parallel)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         taken, norm = self._guard.step(metrics["loss"], where, broken_inputs)
@@ -318,7 +318,7 @@ class MegatronTrainer:
         args = self.args
         return args.num_experts is not None and (any(args.moe_aux_loss_coeff) or bool(args.moe_z_loss_coeff))
 
-    def _weight_of_loss(self, micro_batches: list[MicroBatch], columns: ResponseColumns, samples: int) -> float:
+    def _weight_of_loss(self, micro_batches: list[MicroBatch], columns: TrainTensors, samples: int) -> float:
         """Tokens that a layer sees in a step by what the loss is divided by; collective over data-parallel ranks.
 
         Trained tokens are counted here: a function of the user's may have changed the masks.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from slimrl.models.families import deepseek_v3, glm4, llama, qwen
-from slimrl.models.families.param_mapping import Family, Row
+from slimrl.models.families.param_mapping import ModelMapping, ParamMapping
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[ModelMapping, ...] = (
     llama.LLAMA,
     qwen.QWEN2,
     qwen.QWEN2_MOE,
@@ -25,10 +25,10 @@ FAMILIES: tuple[Family, ...] = (
     qwen.MIMO,
 )
 
-__all__ = ["FAMILIES", "Family", "Row", "family_for"]
+__all__ = ["FAMILIES", "ModelMapping", "ParamMapping", "family_for"]
 
 
-def family_for(hf_config: dict[str, Any]) -> Family:
+def family_for(hf_config: dict[str, Any]) -> ModelMapping:
     """The table for a config.json, chosen by its `model_type`.
 
     Raises ValueError naming the known families where there is no table, or where the config asks for a

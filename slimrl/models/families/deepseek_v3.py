@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.models.families import param_mapping
-from slimrl.models.families.param_mapping import ExtraLayers, Family
+from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = ModelMapping(
     model_type="deepseek_v3",
     embedding=param_mapping.EMBEDDING,
     layer=(
@@ -29,7 +29,7 @@ DEEPSEEK_V3 = Family(
     ),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
-    extra_layers=ExtraLayers("model.layers.{layer}.", after_decoder=True),
+    extra_layers=MTPLayers("model.layers.{layer}.", after_decoder=True),
     fixed_config=(
         ("attention_bias", False),
         ("moe_layer_freq", 1),
@@ -39,4 +39,4 @@ DEEPSEEK_V3 = Family(
 )
 
 
-KIMI_K2: Family = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
+KIMI_K2: ModelMapping = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")

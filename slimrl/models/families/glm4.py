@@ -12,24 +12,32 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.models.families import deepseek_v3, param_mapping
-from slimrl.models.families.param_mapping import HF_LAYER, MEGATRON_LAYER, ExtraLayers, Family, HfTensor, Layout, Row
+from slimrl.models.families.param_mapping import (
+    HF_LAYER,
+    MEGATRON_LAYER,
+    HfTensor,
+    Layout,
+    ModelMapping,
+    MTPLayers,
+    ParamMapping,
+)
 
-POST_ATTENTION_NORM = Row(
+POST_ATTENTION_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "post_self_attn_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "post_self_attn_layernorm.weight", ("hidden",)),),
 )
-GATE_UP = Row(
+GATE_UP = ParamMapping(
     megatron=param_mapping.GATE_UP.megatron,
     hf=(HfTensor(HF_LAYER + "mlp.gate_up_proj.weight", ("twice_ffn", "hidden")),),
     layout=Layout.PACKED_GATE_UP,
     shard_dim=0,
 )
-POST_MLP_NORM = Row(
+POST_MLP_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "post_mlp_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "post_mlp_layernorm.weight", ("hidden",)),),
 )
 
-GLM4 = Family(
+GLM4 = ModelMapping(
     model_type="glm4",
     embedding=param_mapping.EMBEDDING,
     layer=(
@@ -48,7 +56,7 @@ GLM4 = Family(
 )
 
 
-GLM4_MOE = Family(
+GLM4_MOE = ModelMapping(
     model_type="glm4_moe",
     embedding=param_mapping.EMBEDDING,
     layer=(
@@ -69,8 +77,8 @@ GLM4_MOE = Family(
     ),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
-    extra_layers=ExtraLayers("model.layers.{layer}.", after_decoder=True),
+    extra_layers=MTPLayers("model.layers.{layer}.", after_decoder=True),
 )
 
 
-GLM4_MOE_LITE: Family = dataclasses.replace(deepseek_v3.DEEPSEEK_V3, model_type="glm4_moe_lite")
+GLM4_MOE_LITE: ModelMapping = dataclasses.replace(deepseek_v3.DEEPSEEK_V3, model_type="glm4_moe_lite")

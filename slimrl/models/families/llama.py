@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from slimrl.models.families import param_mapping
-from slimrl.models.families.param_mapping import Family
+from slimrl.models.families.param_mapping import ModelMapping
 
-LLAMA = Family(
+LLAMA = ModelMapping(
     model_type="llama",
     embedding=param_mapping.EMBEDDING,
     layer=(

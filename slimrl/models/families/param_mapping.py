@@ -1,4 +1,5 @@
-"""`Row` maps a Megatron tensor to its Hugging Face tensors, `Family` is a model's table of rows; the shared rows.
+"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors, `ModelMapping` is a model's table of rows; the
+shared rows.
 
 A table is data only; `slimrl.weights.reshard` has the arithmetic. Loader, exporter, converters and checks all read it,
 so that they agree on every name. The rows here are those that families share: dense layers, experts, latent attention.
@@ -51,16 +52,16 @@ class HfTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ParamMapping:
     """One Megatron tensor and the Hugging Face tensors it holds.
 
     `megatron` lists the spellings of the same tensor (layer specs differ in where a norm or an expert lives);
     exactly one of them exists in a model. `{layer}` stands for the global layer number and `{expert}` for the global
     expert number, both counted from 0. `layers` says which layers have it, `when` names the property of the model
     (`ModelShape.has`) without which there is no such tensor. `shard_dim` is the dimension that tensor parallelism
-    (for an expert: expert tensor parallelism) divides, None for replicated tensors. `with_next`: the engines only take
-    its tensor together with that of the following row, so both travel in one piece.
-    A first dimension called "vocab" is padded with zero rows on the Megatron side.
+    (for an expert: expert tensor parallelism) divides, None for replicated tensors. `fuse_with_next`: the engines only
+    take its tensor together with that of the following row, so both travel in one piece. A first dimension called
+    "vocab" is padded with zero rows on the Megatron side.
     """
 
     megatron: tuple[str, ...]
@@ -69,7 +70,7 @@ class Row:
     shard_dim: int | None = None
     layers: Layers = Layers.ALL
     when: str | None = None
-    with_next: bool = False
+    fuse_with_next: bool = False
     expert: int | None = None  # the expert's number, once `at` has filled it in
 
     @property
@@ -87,7 +88,7 @@ class Row:
         """Whether the Megatron tensor has zero rows after the true vocabulary."""
         return self.hf[0].dims[0] == "vocab"
 
-    def at(self, layer: int, expert: int | None = None) -> Row:
+    def at(self, layer: int, expert: int | None = None) -> ParamMapping:
         """The row of one layer (and one expert), its names filled in."""
         return dataclasses.replace(
             self,
@@ -98,7 +99,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtraLayers:
+class MTPLayers:
     """Layers of a checkpoint that predict further tokens (MTP), which are not trained here.
 
     `prefix` begins their tensors' names; `{layer}` counts from the number of decoder layers where
@@ -111,15 +112,15 @@ class ExtraLayers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class ModelMapping:
     """A family's table: the rows before the layers, of each layer, after the layers, and the untied head."""
 
     model_type: str
-    embedding: Row
-    layer: tuple[Row, ...]
-    final_norm: Row
-    head: Row
-    extra_layers: ExtraLayers | None = None
+    embedding: ParamMapping
+    layer: tuple[ParamMapping, ...]
+    final_norm: ParamMapping
+    head: ParamMapping
+    extra_layers: MTPLayers | None = None
     # config entries that must have this value (or be absent), because the table has no rows for others
     fixed_config: tuple[tuple[str, Any], ...] = ()
 
@@ -132,7 +133,7 @@ class Family:
                     f" the table of weights describes only {key} = {value!r}: use such a model or extend the table"
                 )
 
-    def rows(self, shape: ModelShape) -> Iterator[Row]:
+    def rows(self, shape: ModelShape) -> Iterator[ParamMapping]:
         """Every row of a whole model, names filled in, in the order of the forward pass.
 
         Experts come one after another, each with all of its rows.
@@ -159,7 +160,7 @@ class Family:
 
     def names_with_next(self, shape: ModelShape) -> frozenset[str]:
         """The Hugging Face tensors that must reach an engine in one piece with the one after them."""
-        return frozenset(row.hf[0].name for row in self.rows(shape) if row.with_next)
+        return frozenset(row.hf[0].name for row in self.rows(shape) if row.fuse_with_next)
 
     def carried_prefixes(self, hf_config: dict[str, Any]) -> tuple[str, ...]:
         """How the names begin of tensors that are neither loaded nor trained, but kept for the way back.
@@ -177,12 +178,12 @@ class Family:
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
 
-EMBEDDING = Row(
+EMBEDDING = ParamMapping(
     megatron=("embedding.word_embeddings.weight",),
     hf=(HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
     shard_dim=0,
 )
-ATTENTION_NORM = Row(
+ATTENTION_NORM = ParamMapping(
     # the second spelling is that of specs which fuse the norm into the following linear layer
     megatron=(
         MEGATRON_LAYER + "input_layernorm.weight",
@@ -190,7 +191,7 @@ ATTENTION_NORM = Row(
     ),
     hf=(HfTensor(HF_LAYER + "input_layernorm.weight", ("hidden",)),),
 )
-QKV = Row(
+QKV = ParamMapping(
     megatron=(MEGATRON_LAYER + "self_attention.linear_qkv.weight",),
     hf=(
         HfTensor(HF_LAYER + "self_attn.q_proj.weight", ("queries", "hidden")),
@@ -200,7 +201,7 @@ QKV = Row(
     layout=Layout.QKV,
     shard_dim=0,
 )
-QKV_BIAS = Row(
+QKV_BIAS = ParamMapping(
     megatron=(MEGATRON_LAYER + "self_attention.linear_qkv.bias",),
     hf=(
         HfTensor(HF_LAYER + "self_attn.q_proj.bias", ("queries",)),
@@ -211,29 +212,29 @@ QKV_BIAS = Row(
     shard_dim=0,
     when="qkv_bias",
 )
-QUERY_NORM = Row(
+QUERY_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "self_attention.q_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "self_attn.q_norm.weight", ("head",)),),
     when="qk_layernorm",
 )
-KEY_NORM = Row(
+KEY_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "self_attention.k_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "self_attn.k_norm.weight", ("head",)),),
     when="qk_layernorm",
 )
-ATTENTION_OUTPUT = Row(
+ATTENTION_OUTPUT = ParamMapping(
     megatron=(MEGATRON_LAYER + "self_attention.linear_proj.weight",),
     hf=(HfTensor(HF_LAYER + "self_attn.o_proj.weight", ("hidden", "queries")),),
     shard_dim=1,
 )
-MLP_NORM = Row(
+MLP_NORM = ParamMapping(
     megatron=(
         MEGATRON_LAYER + "pre_mlp_layernorm.weight",
         MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight",
     ),
     hf=(HfTensor(HF_LAYER + "post_attention_layernorm.weight", ("hidden",)),),
 )
-GATE_UP = Row(
+GATE_UP = ParamMapping(
     megatron=(MEGATRON_LAYER + "mlp.linear_fc1.weight",),
     hf=(
         HfTensor(HF_LAYER + "mlp.gate_proj.weight", ("ffn", "hidden")),
@@ -243,36 +244,36 @@ GATE_UP = Row(
     shard_dim=0,
     layers=Layers.DENSE,
 )
-DOWN = Row(
+DOWN = ParamMapping(
     megatron=(MEGATRON_LAYER + "mlp.linear_fc2.weight",),
     hf=(HfTensor(HF_LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),),
     shard_dim=1,
     layers=Layers.DENSE,
 )
-FINAL_NORM = Row(
+FINAL_NORM = ParamMapping(
     megatron=("decoder.final_layernorm.weight",),
     hf=(HfTensor("model.norm.weight", ("hidden",)),),
 )
-HEAD = Row(
+HEAD = ParamMapping(
     megatron=("output_layer.weight",),
     hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),),
     shard_dim=0,
 )
 
 
-ROUTER = Row(
+ROUTER = ParamMapping(
     megatron=(MEGATRON_LAYER + "mlp.router.weight",),
     hf=(HfTensor(HF_LAYER + "mlp.gate.weight", ("experts", "hidden")),),
     layers=Layers.MOE,
 )
 # a buffer on both sides: it decides which experts are chosen and has no gradient
-EXPERT_BIAS = Row(
+EXPERT_BIAS = ParamMapping(
     megatron=(MEGATRON_LAYER + "mlp.router.expert_bias",),
     hf=(HfTensor(HF_LAYER + "mlp.gate.e_score_correction_bias", ("experts",)),),
     layers=Layers.MOE,
     when="expert_bias",
 )
-EXPERT_GATE_UP = Row(
+EXPERT_GATE_UP = ParamMapping(
     megatron=(
         MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         MEGATRON_LAYER + "mlp.experts.linear_fc1.weight{expert}",
@@ -285,7 +286,7 @@ EXPERT_GATE_UP = Row(
     shard_dim=0,
     layers=Layers.MOE,
 )
-EXPERT_DOWN = Row(
+EXPERT_DOWN = ParamMapping(
     megatron=(
         MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
         MEGATRON_LAYER + "mlp.experts.linear_fc2.weight{expert}",
@@ -294,7 +295,7 @@ EXPERT_DOWN = Row(
     shard_dim=1,
     layers=Layers.MOE,
 )
-SHARED_EXPERT_GATE = Row(
+SHARED_EXPERT_GATE = ParamMapping(
     megatron=(MEGATRON_LAYER + "mlp.shared_experts.gate_weight",),
     hf=(HfTensor(HF_LAYER + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
     layers=Layers.MOE,
@@ -302,10 +303,10 @@ SHARED_EXPERT_GATE = Row(
 )
 
 
-def shared_experts(module: str) -> tuple[Row, Row]:
+def shared_experts(module: str) -> tuple[ParamMapping, ParamMapping]:
     """The rows of the shared experts (one block, however many they are) under the Hugging Face name `module`."""
     return (
-        Row(
+        ParamMapping(
             megatron=(MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",),
             hf=(
                 HfTensor(f"{HF_LAYER}mlp.{module}.gate_proj.weight", ("shared_ffn", "hidden")),
@@ -316,7 +317,7 @@ def shared_experts(module: str) -> tuple[Row, Row]:
             layers=Layers.MOE,
             when="shared_experts",
         ),
-        Row(
+        ParamMapping(
             megatron=(MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",),
             hf=(HfTensor(f"{HF_LAYER}mlp.{module}.down_proj.weight", ("hidden", "shared_ffn")),),
             shard_dim=1,
@@ -329,45 +330,45 @@ def shared_experts(module: str) -> tuple[Row, Row]:
 _MEGATRON = MEGATRON_LAYER + "self_attention."
 _HF = HF_LAYER + "self_attn."
 
-LATENT_ATTENTION: tuple[Row, ...] = (
-    Row(
+LATENT_ATTENTION: tuple[ParamMapping, ...] = (
+    ParamMapping(
         megatron=(_MEGATRON + "linear_q_proj.weight",),
         hf=(HfTensor(_HF + "q_proj.weight", ("latent_queries", "hidden")),),
         shard_dim=0,
         when="no_query_latent",
     ),
-    Row(
+    ParamMapping(
         megatron=(_MEGATRON + "linear_q_down_proj.weight",),
         hf=(HfTensor(_HF + "q_a_proj.weight", ("q_latent", "hidden")),),
         when="query_latent",
-        with_next=True,
+        fuse_with_next=True,
     ),
-    Row(
+    ParamMapping(
         megatron=(_MEGATRON + "linear_kv_down_proj.weight",),
         hf=(HfTensor(_HF + "kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
     ),
-    Row(
+    ParamMapping(
         # the second spelling is that of specs which fuse the norm into the following linear layer
         megatron=(_MEGATRON + "q_layernorm.weight", _MEGATRON + "linear_q_up_proj.layer_norm_weight"),
         hf=(HfTensor(_HF + "q_a_layernorm.weight", ("q_latent",)),),
         when="query_latent",
     ),
-    Row(
+    ParamMapping(
         megatron=(_MEGATRON + "linear_q_up_proj.weight",),
         hf=(HfTensor(_HF + "q_b_proj.weight", ("latent_queries", "q_latent")),),
         shard_dim=0,
         when="query_latent",
     ),
-    Row(
+    ParamMapping(
         megatron=(_MEGATRON + "kv_layernorm.weight", _MEGATRON + "linear_kv_up_proj.layer_norm_weight"),
         hf=(HfTensor(_HF + "kv_a_layernorm.weight", ("kv_latent",)),),
     ),
-    Row(
+    ParamMapping(
         megatron=(_MEGATRON + "linear_kv_up_proj.weight",),
         hf=(HfTensor(_HF + "kv_b_proj.weight", ("latent_keys_values", "kv_latent")),),
         shard_dim=0,
     ),
-    Row(
+    ParamMapping(
         megatron=(_MEGATRON + "linear_proj.weight",),
         hf=(HfTensor(_HF + "o_proj.weight", ("hidden", "latent_values")),),
         shard_dim=1,

@@ -8,7 +8,7 @@ are copied from the original folder.
 from __future__ import annotations
 
 from slimrl.models.families import param_mapping
-from slimrl.models.families.param_mapping import ExtraLayers, Family
+from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -18,14 +18,14 @@ QWEN2_ATTENTION = (
     param_mapping.MLP_NORM,
 )
 
-QWEN2 = Family(
+QWEN2 = ModelMapping(
     model_type="qwen2",
     embedding=param_mapping.EMBEDDING,
     layer=(*QWEN2_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
 )
-QWEN2_MOE = Family(
+QWEN2_MOE = ModelMapping(
     model_type="qwen2_moe",
     embedding=param_mapping.EMBEDDING,
     layer=(
@@ -52,7 +52,7 @@ QWEN3_ATTENTION = (
     param_mapping.MLP_NORM,
 )
 
-QWEN3 = Family(
+QWEN3 = ModelMapping(
     model_type="qwen3",
     embedding=param_mapping.EMBEDDING,
     layer=(*QWEN3_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
@@ -60,7 +60,7 @@ QWEN3 = Family(
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",
     embedding=param_mapping.EMBEDDING,
     layer=(
@@ -77,11 +77,11 @@ QWEN3_MOE = Family(
 )
 
 
-MIMO = Family(
+MIMO = ModelMapping(
     model_type="mimo",
     embedding=param_mapping.EMBEDDING,
     layer=QWEN2.layer,
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
-    extra_layers=ExtraLayers("model.mtp_layers.{layer}.", after_decoder=False),
+    extra_layers=MTPLayers("model.mtp_layers.{layer}.", after_decoder=False),
 )

@@ -79,7 +79,7 @@ def write_targets(path: Path, run: str, targets: Sequence[Target]) -> None:
 
 
 class PrometheusEndpoint:
-    """Implements `charts.Charts`: `http://<host>:<port>/metrics` until `close`."""
+    """Implements `charts.MetricWriter`: `http://<host>:<port>/metrics` until `close`."""
 
     def __init__(self, host: str, port: int, run: str) -> None:
         """Opens the port at once. Raises PrometheusError with a sentence where it cannot."""

@@ -1,4 +1,5 @@
-"""Metric writers: the protocol that the run log calls (`Charts`), TensorBoard and W&B. Prometheus is in `prometheus`.
+"""Metric writers: the protocol that the run log calls (`MetricWriter`), TensorBoard and W&B. Prometheus is in
+`prometheus`.
 
 Every value is written with its axis (`metrics.axis_of`).
 
@@ -80,7 +81,7 @@ class WandbSettings:
 
 
 class WandbRun:
-    """Implements `charts.Charts`."""
+    """Implements `charts.MetricWriter`."""
 
     def __init__(self, settings: WandbSettings) -> None:
         self._settings = settings
@@ -179,7 +180,7 @@ def _where(run: wandb.Run) -> str:
 TRAIN_AXIS = "train/step"
 
 
-class Charts(Protocol):
+class MetricWriter(Protocol):
     """A place for scalars. Its calls come from one thread and in this order."""
 
     def begin(self, starts: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Generation without end (`--max-weight-staleness N`): groups stay on their way across rollouts and pushes of weights.
+"""Generation without end (`--max-weight-staleness N`): groups stay on their way across rollouts and weight updates.
 
 Promises that a rollout holds no token drawn by weights that are more than N rollouts older than those it trains; that
 no more groups are begun than can be trained in time, and a rollout waits for those that would become too old; that
@@ -19,37 +19,37 @@ from slimrl.data.sample import Sample
 from slimrl.engines.protocol import StoppableEngine
 from slimrl.hooks import DynamicSamplingFilter
 from slimrl.rollout.async_utils import cancel_and_wait
-from slimrl.rollout.asynchronous.inflight_state import Drawn, Finished, check_plain
-from slimrl.rollout.asynchronous.staleness import anew, is_of_other_weights, may_go, oldest_version
+from slimrl.rollout.asynchronous.inflight_state import FinishedGroup, InflightState, check_serializable
+from slimrl.rollout.asynchronous.staleness import anew, can_train_without_expiring, has_unknown_version, oldest_version
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.generation.inflight_groups import HOPELESS_BATCHES, Collector, Flight, Flights
-from slimrl.rollout.generation.sample_generator import SampleMaker
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.generation.inflight_groups import MAX_CONSECUTIVE_DROPS, DynamicSampler, GroupTask, InflightGroups
+from slimrl.rollout.generation.sample_generator import SampleGenerator
+from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class ReadyRollout:
     """One rollout's groups; the filter's verdicts since the rollout before; how many were too old and begin anew.
 
     `seconds` is the time since the rollout before, or since generation began.
     """
 
     groups: list[list[Sample]]
-    filtered: Collector
+    filtered: DynamicSampler
     left: int
     too_old: int
     seconds: float
 
 
-class ContinuousRollout:
-    """Works within one event loop, from the first `weights_are` to `stop`."""
+class AsyncRollout:
+    """Works within one event loop, from the first `set_weight_version` to `stop`."""
 
     def __init__(
         self,
         args: Arguments,
-        maker: SampleMaker,
+        maker: SampleGenerator,
         engine: StoppableEngine,
-        plan: SamplingPlan,
+        plan: SamplingConfig,
         keep: DynamicSamplingFilter | None,
         data_source: RolloutDataSource,
         requests: int,
@@ -65,9 +65,9 @@ class ContinuousRollout:
         self._engine = engine
         self._keep = keep
         self._source = data_source
-        self._flights = Flights(args, 0, maker, engine, plan, keep_drawn=True, sample_ended=self._sample_ended)
-        self._under_way: dict[Flight, int] = {}  # with the engines' weights when it began; in that order
-        self._ready: list[Finished] = []
+        self._flights = InflightGroups(args, 0, maker, engine, plan, keep_drawn=True, sample_ended=self._sample_ended)
+        self._under_way: dict[GroupTask, int] = {}  # with the engines' weights when it began; in that order
+        self._ready: list[FinishedGroup] = []
         self._collector = self._new_collector()
         self._too_old = 0
         self._version: int | None = None
@@ -82,11 +82,11 @@ class ContinuousRollout:
         size = self._args.n_samples_per_prompt
         return min(len(self._ready), self._batch) * size, self._batch * size
 
-    def restore(self, finished: list[Finished]) -> None:
-        """Takes what a checkpoint holds of finished groups; before the first `weights_are`."""
+    def restore(self, finished: list[FinishedGroup]) -> None:
+        """Takes what a checkpoint holds of finished groups; before the first `set_weight_version`."""
         self._ready = list(finished)
 
-    def weights_are(self, version: int, end: int) -> None:
+    def set_weight_version(self, version: int, end: int) -> None:
         """The engines hold the weights `version` now and go on, or begin; the run ends before rollout `end`."""
         if self._version is None:
             self._next, self._since = version, time.perf_counter()
@@ -94,20 +94,20 @@ class ContinuousRollout:
             self._landing.add_done_callback(lambda _: self._tell())
             for finished in [finished for finished in self._ready if finished.oldest > version]:
                 self._ready.remove(finished)  # versions were counted otherwise (`--start-rollout-id`)
-                self._begin_anew(finished)
+                self._requeue(finished)
         self._version, self._end, self._held = version, end, False
         self._return_too_old()
         self._admit()
 
     async def drain(self) -> None:
-        """Begins no group until the next `weights_are`; returns when none is on its way. Raises SampleError."""
+        """Begins no group until the next `set_weight_version`; returns when none is on its way. Raises SampleError."""
         self._held = True
         while self._under_way:
             await self._change()
             self._held = True  # also where servers were replaced meanwhile
         self._raise_failure()
 
-    async def take(self, rollout_id: int) -> Taken:
+    async def take(self, rollout_id: int) -> ReadyRollout:
         """The groups of the next rollout, once they are there: of the finished ones those that are oldest.
 
         Raises SampleError, HookFailedError, and RuntimeError where the filter drops everything: whatever came in
@@ -127,15 +127,15 @@ class ContinuousRollout:
         self._admit()
         since, self._since = self._since, time.perf_counter()
         groups = [finished.group for finished in chosen]
-        return Taken(groups, filtered, len(self._ready), too_old, self._since - since)
+        return ReadyRollout(groups, filtered, len(self._ready), too_old, self._since - since)
 
     def take_failures(self) -> dict[str, float]:
         """Metrics of the samples that failed and were skipped since this was asked last."""
         return self._flights.failed.take_metrics()
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> InflightState:
         """All that the data source gave and that was neither handed out nor dropped by the filter."""
-        return Drawn([flight.drawn for flight in self._under_way], list(self._ready))
+        return InflightState([flight.drawn for flight in self._under_way], list(self._ready))
 
     async def stop(self) -> None:
         """Ends what is on its way, here and in the engines."""
@@ -146,12 +146,16 @@ class ContinuousRollout:
         self._under_way.clear()
         await self._engine.stop()
 
-    def _choose(self, rollout_id: int) -> list[Finished]:
+    def _choose(self, rollout_id: int) -> list[FinishedGroup]:
         """A batch of the oldest finished groups, [] where it must be waited."""
         chosen = sorted(self._ready, key=lambda finished: finished.oldest)[: self._batch]  # stable: as they finished
         waiting = [version + self._bound for version in self._under_way.values()]
         complete = len(chosen) == self._batch
-        return chosen if complete and may_go(rollout_id, [f.oldest + self._bound for f in chosen], waiting) else []
+        return (
+            chosen
+            if complete and can_train_without_expiring(rollout_id, [f.oldest + self._bound for f in chosen], waiting)
+            else []
+        )
 
     def _admit(self) -> None:
         """Begins as many groups as can be trained in time, while the engines have room for their requests."""
@@ -168,7 +172,7 @@ class ContinuousRollout:
         self._source.begin_rollout(self._next)
         self._flights.rollout_id = self._next
         for group in self._source.get_samples(count):
-            known = [anew(sample) if is_of_other_weights(sample, self._version) else sample for sample in group]
+            known = [anew(sample) if has_unknown_version(sample, self._version) else sample for sample in group]
             self._under_way[self._flights.launch(known)] = self._version
 
     async def _land(self) -> None:
@@ -181,32 +185,32 @@ class ContinuousRollout:
             self._admit()
             self._tell()
 
-    def _take_in(self, flight: Flight, began: int) -> None:
+    def _take_in(self, flight: GroupTask, began: int) -> None:
         group = flight.group()
         if self._args.save:
-            check_plain([*group, *flight.drawn])
+            check_serializable([*group, *flight.drawn])
         oldest = min(oldest_version(sample, began) for sample in group)
-        finished = Finished(group, flight.drawn, oldest)
+        finished = FinishedGroup(group, flight.drawn, oldest)
         if self._is_too_old(finished):
-            self._begin_anew(finished)
+            self._requeue(finished)
         elif self._collector.add(group):
             self._ready.append(finished)
 
-    def _is_too_old(self, finished: Finished) -> bool:
+    def _is_too_old(self, finished: FinishedGroup) -> bool:
         return self._next - finished.oldest > self._bound
 
     def _return_too_old(self) -> None:
         """Whatever lets a finished group become too old, it is not trained on."""
         for finished in [finished for finished in self._ready if self._is_too_old(finished)]:
             self._ready.remove(finished)
-            self._begin_anew(finished)
+            self._requeue(finished)
 
-    def _begin_anew(self, finished: Finished) -> None:
+    def _requeue(self, finished: FinishedGroup) -> None:
         self._source.add_samples([[anew(sample) for sample in finished.drawn]])
         self._too_old += 1
 
-    def _new_collector(self) -> Collector:
-        return Collector(self._args, self._keep, max(len(self._source), HOPELESS_BATCHES * self._batch))
+    def _new_collector(self) -> DynamicSampler:
+        return DynamicSampler(self._args, self._keep, max(len(self._source), MAX_CONSECUTIVE_DROPS * self._batch))
 
     def _sample_ended(self) -> None:
         self._admit()

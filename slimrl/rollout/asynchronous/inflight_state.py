@@ -52,7 +52,7 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Finished:
+class FinishedGroup:
     """A judged group, the group as it was drawn, and the oldest weights that drew one of its tokens."""
 
     group: list[Sample]
@@ -61,14 +61,16 @@ class Finished:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class InflightState:
     """`under_way` are groups as they were drawn."""
 
     under_way: list[list[Sample]]
-    finished: list[Finished]
+    finished: list[FinishedGroup]
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The data source's state with this beside it, as plain JSON data. Raises ValueError as `check_plain`."""
+        """The data source's state with this beside it, as plain JSON data. Raises ValueError as
+        `check_serializable`.
+        """
         entry = {
             "under_way": [_group_as_dicts(group) for group in self.under_way],
             "finished": [
@@ -79,21 +81,23 @@ class Drawn:
         return {**state, _KEY: entry}
 
 
-def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_finished: bool) -> list[Finished]:
+def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_finished: bool) -> list[FinishedGroup]:
     """Lets the data source go on at `state`; groups that were under way are drawn again.
 
     Returns the finished ones, or with `keeps_finished` false gives them to the data source too, to be trained on next.
     """
     entry = state.get(_KEY, {"under_way": [], "finished": []})
     data_source.load_state_dict({name: value for name, value in state.items() if name != _KEY})
-    finished = [Finished(_samples(one["group"]), _samples(one["drawn"]), one["oldest"]) for one in entry["finished"]]
+    finished = [
+        FinishedGroup(_samples(one["group"]), _samples(one["drawn"]), one["oldest"]) for one in entry["finished"]
+    ]
     if not keeps_finished:
         data_source.add_samples([one.group for one in finished])
     data_source.add_samples([_samples(group) for group in entry["under_way"]])
     return finished if keeps_finished else []
 
 
-def check_plain(samples: Iterable[Sample]) -> None:
+def check_serializable(samples: Iterable[Sample]) -> None:
     """Raises ValueError for a sample that no checkpoint could hold: when it comes in, not with the next save."""
     for sample in samples:
         for name in _NAMES:

@@ -36,7 +36,7 @@ def oldest_version(sample: Sample, otherwise: int | None = None) -> int | None:
     return min(known, default=None)
 
 
-def is_of_other_weights(sample: Sample, version: int) -> bool:
+def has_unknown_version(sample: Sample, version: int) -> bool:
     """Whether a sample to be generated has tokens that no bound can be kept for, where the engines hold `version` now.
 
     These are tokens to be trained on that unknown weights drew (in a checkpoint of an older slimrl, say), and tokens of
@@ -84,7 +84,7 @@ def anew(sample: Sample) -> Sample:
     )
 
 
-def may_go(rollout_id: int, chosen: Sequence[int], waiting: Sequence[int]) -> bool:
+def can_train_without_expiring(rollout_id: int, chosen: Sequence[int], waiting: Sequence[int]) -> bool:
     """Whether rollout `rollout_id` may be the groups `chosen` now, so that no group that waits becomes too old.
 
     All are last rollouts: the last one that a group is young enough for. `chosen` are the earliest of the finished

@@ -20,12 +20,12 @@ from slimrl.rollout.dataset.data_source import RolloutDataSource
 _FLAG = "--data-source-path"
 
 
-def open_data_source(args: Arguments, tokenizer: Any) -> RolloutDataSource | UserDataSource:
+def open_data_source(args: Arguments, tokenizer: Any) -> RolloutDataSource | CheckedDataSource:
     """The data source of the run."""
-    return UserDataSource(args, tokenizer) if args.has_own_data_source else RolloutDataSource(args, tokenizer)
+    return CheckedDataSource(args, tokenizer) if args.has_own_data_source else RolloutDataSource(args, tokenizer)
 
 
-class UserDataSource:
+class CheckedDataSource:
     """The user's object, with what the rollout loop wants besides; any other attribute is the object's own.
 
     Raises HookFailedError where the object raises, and ValueError where it hands out what is no group of samples.

@@ -16,7 +16,7 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.hooks import BufferFilter, named
-from slimrl.rollout.dataset.dataset_mixture import PromptMix
+from slimrl.rollout.dataset.dataset_mixture import DatasetMixture
 from slimrl.rollout.filter_hub.buffer_filters import pop_first
 
 logger = logging.getLogger(__name__)
@@ -82,14 +82,16 @@ class RolloutDataSource:
     def __init__(self, args: Arguments, tokenizer: Any) -> None:
         self._n_samples_per_prompt: int = args.n_samples_per_prompt
         # nothing is drawn where nothing is trained
-        self._prompts = PromptMix(args, tokenizer) if args.rollout_global_dataset and not args.only_evaluates else None
+        self._prompts = (
+            DatasetMixture(args, tokenizer) if args.rollout_global_dataset and not args.only_evaluates else None
+        )
         self._next_group_index = 0
         self._next_index = 0
         self._rollout_id: int | None = None
         self._buffer = GroupBuffer(args)
 
     def __len__(self) -> int:
-        """Number of prompts in one epoch (see `PromptMix`); 0 without prompts."""
+        """Number of prompts in one epoch (see `DatasetMixture`); 0 without prompts."""
         return 0 if self._prompts is None else len(self._prompts)
 
     @property
@@ -109,7 +111,7 @@ class RolloutDataSource:
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """The next `num_groups` groups of `--n-samples-per-prompt` samples: given-back ones first, oldest first.
 
-        Raises BadRowsError where more rows than `--max-bad-rows` turned out bad.
+        Raises InvalidRowsError where more rows than `--max-bad-rows` turned out bad.
         """
         if num_groups < 0:
             raise ValueError(f"get_samples was asked for {num_groups} groups: ask for zero or more")

@@ -15,15 +15,15 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.arguments.eval_datasets import training_prompt_format
 from slimrl.data.dataset_spec import DataMix
-from slimrl.rollout.dataset.prompt_dataset import Prompt, PromptRows, TooLong
+from slimrl.rollout.dataset.prompt_dataset import OverlongPrompt, Prompt, PromptDataset
 
 logger = logging.getLogger(__name__)
 
 
-class PromptOrder:
+class EpochSampler:
     """An endless sequence of one set's prompts. `number` is the set's place in the mix, from 0."""
 
-    def __init__(self, rows: PromptRows, *, shuffle: bool, seed: int, number: int) -> None:
+    def __init__(self, rows: PromptDataset, *, shuffle: bool, seed: int, number: int) -> None:
         self.rows = rows
         self.epoch = 0
         self.too_long = 0  # left out so far in this epoch
@@ -37,7 +37,8 @@ class PromptOrder:
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts; rows that are bad or too long are passed over and counted.
 
-        Raises BadRowsError, and ValueError where a whole epoch has no usable prompt, or one is too long and refused.
+        Raises InvalidRowsError, and ValueError where a whole epoch has no usable prompt, or one is too long and
+        refused.
         """
         drawn: list[Prompt] = []
         while len(drawn) < count:
@@ -45,7 +46,7 @@ class PromptOrder:
             for row, made in zip(rows, self.rows.prompts(rows), strict=True):
                 if isinstance(made, Prompt):
                     drawn.append(made)
-                elif isinstance(made, TooLong):
+                elif isinstance(made, OverlongPrompt):
                     self._count_too_long(row, made)
                 self._idle = 0 if isinstance(made, Prompt) else self._idle + 1
                 if self._idle == len(self.rows):
@@ -90,7 +91,7 @@ class PromptOrder:
         self.too_long = state["too_long"]
         self._order = self._epoch_order()
 
-    def _count_too_long(self, row: int, made: TooLong) -> None:
+    def _count_too_long(self, row: int, made: OverlongPrompt) -> None:
         if self.rows.form.refuse_too_long:
             raise made.refusal(self.rows.where(row), self.rows.form)
         if self.too_long == 0:
@@ -129,7 +130,7 @@ class PromptOrder:
         return order
 
 
-class PromptMix:
+class DatasetMixture:
     """An endless sequence of prompts."""
 
     def __init__(self, args: Arguments, tokenizer: Any) -> None:
@@ -140,9 +141,10 @@ class PromptMix:
         self._shuffle: bool = args.rollout_shuffle
         self._seed: int = args.rollout_seed
         form = training_prompt_format(args)
-        rows = [PromptRows(paths, form, tokenizer, args.max_bad_rows) for paths in groups]
+        rows = [PromptDataset(paths, form, tokenizer, args.max_bad_rows) for paths in groups]
         self._sets = [
-            PromptOrder(part, shuffle=self._shuffle, seed=self._seed, number=number) for number, part in enumerate(rows)
+            EpochSampler(part, shuffle=self._shuffle, seed=self._seed, number=number)
+            for number, part in enumerate(rows)
         ]
         for part in rows:
             part.check()  # after the orders are made, so that the two do not take turns
@@ -170,7 +172,7 @@ class PromptMix:
         return sum(order.too_long for order in self._sets)
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts. Raises BadRowsError, and ValueError where a set has no usable prompt."""
+        """The next `count` prompts. Raises InvalidRowsError, and ValueError where a set has no usable prompt."""
         choices = [self._choice(self._drawn + offset) for offset in range(count)]
         drawn = {number: iter(order.draw(choices.count(number))) for number, order in enumerate(self._sets)}
         self._drawn += count

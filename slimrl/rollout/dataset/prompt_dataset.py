@@ -1,7 +1,7 @@
 """Turns data rows into prompts: text or chat messages to token ids, with label and metadata.
 
 Every row becomes exactly one prompt or is rejected with a reason: a bad row, or one above the length limit. Training
-makes prompts as it needs them (`PromptRows`), evaluation makes all of a set at once; both read a row alike.
+makes prompts as it needs them (`PromptDataset`), evaluation makes all of a set at once; both read a row alike.
 
 A training set opens in a fraction of a second per million rows. A thread reads and checks every row once before the
 first training step, and `fingerprint` waits for it. Bad rows are named, counted and limited (`--max-bad-rows`).
@@ -21,14 +21,14 @@ from typing import Any
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
     TOOLS_KEY,
-    BadRow,
+    InvalidRow,
     PromptFormat,
     Row,
     bad_rows_error,
     messages_of,
     metadata_of,
-    row_fault,
     tools_of,
+    validate_row,
 )
 from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
@@ -39,12 +39,12 @@ __all__ = [
     "TOOLS_KEY",
     "Prompt",
     "PromptFormat",
-    "PromptMaker",
+    "PromptTokenizer",
     "PromptSet",
-    "TooLong",
+    "OverlongPrompt",
     "load_prompts",
     "open_prompt_rows",
-    "row_fault",
+    "validate_row",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class TooLong:
+class OverlongPrompt:
     """What stands in the place of a prompt above the length limit."""
 
     num_tokens: int
@@ -103,7 +103,7 @@ class PromptSet:
         return len(self.prompts)
 
 
-class PromptMaker:
+class PromptTokenizer:
     """Checks, renders and tokenises rows; `tokenizer` is a transformers tokenizer.
 
     Token ids equal `tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)`, or
@@ -114,27 +114,27 @@ class PromptMaker:
         self._form = form
         self._tokenizer = tokenizer
 
-    def make(self, rows: Sequence[Row]) -> list[Prompt | TooLong | BadRow]:
+    def make(self, rows: Sequence[Row]) -> list[Prompt | OverlongPrompt | InvalidRow]:
         """One result per row, in their order."""
         contents = [self._content(row) for row in rows]
         token_ids = self._tokenize(contents)
         limit = self._form.max_prompt_len
-        made: list[Prompt | TooLong | BadRow] = []
+        made: list[Prompt | OverlongPrompt | InvalidRow] = []
         for row, content, ids in zip(rows, contents, token_ids, strict=True):
-            if isinstance(content, BadRow) or isinstance(row, BadRow):
+            if isinstance(content, InvalidRow) or isinstance(row, InvalidRow):
                 made.append(content)
             elif limit is not None and len(ids) > limit:
-                made.append(TooLong(len(ids)))
+                made.append(OverlongPrompt(len(ids)))
             else:
                 label = None if self._form.label_key is None else row[self._form.label_key]
                 made.append(Prompt(content, ids, label, metadata_of(row, self._form)))
         return made
 
-    def _content(self, row: Row) -> str | list[dict[str, Any]] | BadRow:
+    def _content(self, row: Row) -> str | list[dict[str, Any]] | InvalidRow:
         """What the model is asked."""
-        fault = row_fault(row, self._form)
+        fault = validate_row(row, self._form)
         if fault is not None:
-            return BadRow(fault)
+            return InvalidRow(fault)
         content = row[self._form.input_key]
         if not self._form.apply_chat_template:
             return content
@@ -147,9 +147,9 @@ class PromptMaker:
                 **self._form.chat_template_kwargs,
             )
         except Exception as error:  # the template is the model's own program: it may raise anything
-            return BadRow(f"the chat template refuses it: {type(error).__name__}: {error}")
+            return InvalidRow(f"the chat template refuses it: {type(error).__name__}: {error}")
 
-    def _tokenize(self, contents: list[str | list[dict[str, Any]] | BadRow]) -> list[array[int]]:
+    def _tokenize(self, contents: list[str | list[dict[str, Any]] | InvalidRow]) -> list[array[int]]:
         """Token ids as unsigned 32-bit arrays: a list of Python integers would take nine times the memory."""
         token_ids = [array("I") for _ in contents]
         texts = [place for place, content in enumerate(contents) if isinstance(content, str)]
@@ -173,15 +173,16 @@ def open_prompt_rows(data_paths: str | Sequence[str], form: PromptFormat) -> Row
 def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSet:
     """All prompts of a data set at once.
 
-    Raises BadRowsError naming every bad row, and ValueError where the length limit leaves no prompt, or refuses one.
+    Raises InvalidRowsError naming every bad row, and ValueError where the length limit leaves no prompt, or refuses
+    one.
     """
-    rows, maker = open_prompt_rows(data_path, form), PromptMaker(form, tokenizer)
+    rows, maker = open_prompt_rows(data_path, form), PromptTokenizer(form, tokenizer)
     prompts: list[Prompt] = []
     bad: list[str] = []
     for start in range(0, len(rows), BATCH_ROWS):
         numbers = range(start, min(start + BATCH_ROWS, len(rows)))
         for number, made in zip(numbers, maker.make(rows.read(numbers)), strict=True):
-            if isinstance(made, BadRow):
+            if isinstance(made, InvalidRow):
                 bad.append(f"{rows.where(number)}: {made.reason}")
             elif isinstance(made, Prompt):
                 prompts.append(made)
@@ -212,13 +213,13 @@ def _independent(value: Any) -> Any:
 _CHECKED_AT_ONCE = 20_000  # rows; takes less than a tenth of a second
 
 
-class PromptRows:
+class PromptDataset:
     """Prompts by row number. `max_bad` rows may be bad: they are left out and logged."""
 
     def __init__(self, data_paths: Sequence[str], form: PromptFormat, tokenizer: Any, max_bad: int) -> None:
         self.form = form
         self._rows = open_prompt_rows(data_paths, form)
-        self._maker = PromptMaker(form, tokenizer)
+        self._maker = PromptTokenizer(form, tokenizer)
         self._max_bad = max_bad
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -243,7 +244,9 @@ class PromptRows:
         return dict(self._bad)
 
     def check(self) -> None:
-        """Reads every row in a thread, which few rows are waited for. Raises BadRowsError where too many are bad."""
+        """Reads every row in a thread, which few rows are waited for. Raises InvalidRowsError where too many are
+        bad.
+        """
         self._check = WorkerThread(self._read_all)
         if len(self._rows) <= _CHECKED_AT_ONCE:
             self._check.result()
@@ -255,15 +258,15 @@ class PromptRows:
             raise RuntimeError(f"the rows of {self.source} are not being checked: call check() first")
         return self._check.result()
 
-    def prompts(self, rows: Sequence[int]) -> list[Prompt | TooLong | None]:
-        """One result for each of these rows; None is a bad row. Raises BadRowsError where that is one too many."""
+    def prompts(self, rows: Sequence[int]) -> list[Prompt | OverlongPrompt | None]:
+        """One result for each of these rows; None is a bad row. Raises InvalidRowsError where that is one too many."""
         if self._check is not None:
             self._check.raise_if_failed()
         made = self._maker.make(self._rows.read(rows))
         for row, result in zip(rows, made, strict=True):
-            if isinstance(result, BadRow):
+            if isinstance(result, InvalidRow):
                 self._note_bad({row: result.reason})
-        return [None if isinstance(result, BadRow) else result for result in made]
+        return [None if isinstance(result, InvalidRow) else result for result in made]
 
     def count_usable(self) -> int:
         """How many rows make prompts within the limit: makes all of them once, a few minutes for a million."""
@@ -283,7 +286,7 @@ class PromptRows:
         bad, row = {}, 0
         for block in self._rows.blocks(digest):
             for value in block:
-                fault = row_fault(value, self.form)
+                fault = validate_row(value, self.form)
                 if fault is not None:
                     bad[row] = fault
                 row += 1

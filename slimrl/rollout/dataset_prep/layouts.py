@@ -19,7 +19,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user"}
 
 
-class LeftOutError(ValueError):
+class SkippedRowError(ValueError):
     """A row that is in order and says nothing about which answer is better."""
 
 
@@ -28,7 +28,7 @@ Messages = list[dict[str, Any]]
 
 
 def preference_row(row: dict[str, Any]) -> Pair:
-    """The pair of one row. Raises LeftOutError for a tie, ValueError for what is wrong with the row."""
+    """The pair of one row. Raises SkippedRowError for a tie, ValueError for what is wrong with the row."""
     columns = set(row)
     if {"question", "answer_0", "answer_1", "score_0", "score_1"} <= columns:
         return _comparison(row)
@@ -72,7 +72,7 @@ def _comparison(row: dict[str, Any]) -> Pair:
     """WebGPT comparisons: two answers to a question, each with a score."""
     question = row["question"]["full_text"] if isinstance(row["question"], dict) else row["question"]
     if row["score_0"] == row["score_1"]:
-        raise LeftOutError("a tie")
+        raise SkippedRowError("a tie")
     better, worse = ("0", "1") if row["score_0"] > row["score_1"] else ("1", "0")
     return _pair([{"role": "user", "content": question}], row[f"answer_{better}"], row[f"answer_{worse}"])
 
@@ -80,12 +80,12 @@ def _comparison(row: dict[str, Any]) -> Pair:
 def _arena(row: dict[str, Any]) -> Pair:
     """Chatbot arena: two conversations with the same first question, and which one a person preferred."""
     if row["winner"] not in ("model_a", "model_b"):
-        raise LeftOutError("a tie")
+        raise SkippedRowError("a tie")
     sides = {"model_a": row["conversation_a"], "model_b": row["conversation_b"]}
     winner = sides.pop(row["winner"])
     (loser,) = sides.values()
     if len(winner) != 2 or len(loser) != 2:
-        raise LeftOutError("a conversation of several turns, of which nobody said which turn was better")
+        raise SkippedRowError("a conversation of several turns, of which nobody said which turn was better")
     if winner[0]["content"] != loser[0]["content"]:
         raise ValueError("its two conversations begin with different questions")
     return _pair(_clean(winner[:1]), winner[1]["content"], loser[1]["content"])
@@ -138,7 +138,7 @@ def _pair(prompt: Messages, chosen: Any, rejected: Any) -> Pair:
     if not all(texts):
         raise ValueError("one of its two answers is empty")
     if texts[0] == texts[1]:
-        raise LeftOutError("two equal answers")
+        raise SkippedRowError("two equal answers")
     return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
 
 

@@ -1,8 +1,8 @@
 """From a published data set (file, folder or Hugging Face id) to one `.jsonl` file per split.
 
 A file appears complete or not at all, and nothing is overwritten. Every row that is read is counted: written, repeated,
-skipped or bad. Each row comes with its address; one that is not a JSON object is a BadRow. tools/prepare_data.py calls
-it.
+skipped or bad. Each row comes with its address; one that is not a JSON object is a InvalidRow. tools/prepare_data.py
+calls it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import orjson
 
-from slimrl.data.prompt_format import BadRow, Row, bad_rows_error
+from slimrl.data.prompt_format import InvalidRow, Row, bad_rows_error
 from slimrl.data.readers import open_rows
-from slimrl.rollout.dataset_prep.layouts import LeftOutError, is_tree, preference_row, problem_row, tree_pairs
+from slimrl.rollout.dataset_prep.layouts import SkippedRowError, is_tree, preference_row, problem_row, tree_pairs
 
 SPLITS = ("train", "test", "validation")
 _KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".json")
@@ -89,7 +89,10 @@ def read_file(path: Path) -> Iterator[tuple[str, Row]]:
     elif path.suffix == ".json":
         content = _parsed(path.read_bytes())
         for number, value in enumerate(content if isinstance(content, list) else [content], 1):
-            yield f"{path}: row {number}", value if isinstance(value, dict | BadRow) else BadRow("not a JSON object")
+            yield (
+                f"{path}: row {number}",
+                value if isinstance(value, dict | InvalidRow) else InvalidRow("not a JSON object"),
+            )
     else:
         rows = open_rows(str(path))
         values = (value for block in rows.blocks(hashlib.blake2b()) for value in block)
@@ -108,14 +111,14 @@ def _split_of(path: Path) -> str:
 
 def _row(line: bytes) -> Row:
     value = _parsed(line)
-    return value if isinstance(value, dict | BadRow) else BadRow("not a JSON object")
+    return value if isinstance(value, dict | InvalidRow) else InvalidRow("not a JSON object")
 
 
 def _parsed(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except ValueError as error:
-        return BadRow(f"not valid JSON: {error}")
+        return InvalidRow(f"not valid JSON: {error}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,7 @@ PUBLIC_SETS = {
 
 
 @dataclasses.dataclass
-class Account:
+class ConversionReport:
     """What became of the rows of one file; `read` is the sum of the others, except for trees of messages."""
 
     path: Path
@@ -163,13 +166,13 @@ def prepare(
     instruction: str | None,
     max_bad: int,
     keys: dict[str, str],
-) -> list[Account]:
+) -> list[ConversionReport]:
     """Writes the files of a set into `folder`; only `folders` of it are read, where there are any.
 
     `instruction` is that of `problem_row`, `keys` renames the columns written, `max_bad` rows of a file may be bad.
 
     Raises FileExistsError where one of them is there already, FileNotFoundError where the set is not, and
-    BadRowsError where more than `max_bad` rows of a file are bad; then nothing is left of that file.
+    InvalidRowsError where more than `max_bad` rows of a file are bad; then nothing is left of that file.
     """
     splits = files_by_split(local_folder(source), known.parts, folders)
     if known.file_name is not None:
@@ -182,17 +185,19 @@ def prepare(
     if known.holds_pairs:
         return [_write_file(target, splits[split], _pairs, max_bad, keys) for split, target in targets.items()]
 
-    def problems(files: list[Path], account: Account) -> Iterator[dict[str, Any]]:
+    def problems(files: list[Path], account: ConversionReport) -> Iterator[dict[str, Any]]:
         return _each(files, account, lambda row: problem_row(row, instruction))
 
     return [_write_file(target, splits[split], problems, max_bad, keys) for split, target in targets.items()]
 
 
-Convert = Callable[[list[Path], Account], Iterator[dict[str, Any]]]
+Convert = Callable[[list[Path], ConversionReport], Iterator[dict[str, Any]]]
 
 
-def _write_file(target: Path, files: list[Path], convert: Convert, max_bad: int, keys: dict[str, str]) -> Account:
-    account = Account(target)
+def _write_file(
+    target: Path, files: list[Path], convert: Convert, max_bad: int, keys: dict[str, str]
+) -> ConversionReport:
+    account = ConversionReport(target)
     seen: set[bytes] = set()
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -216,15 +221,15 @@ def _write_file(target: Path, files: list[Path], convert: Convert, max_bad: int,
 
 
 def _each(
-    files: list[Path], account: Account, convert: Callable[[dict[str, Any]], dict[str, Any]]
+    files: list[Path], account: ConversionReport, convert: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     for where, row in (numbered for file in files for numbered in read_file(file)):
         account.read += 1
         try:
-            if isinstance(row, BadRow):
+            if isinstance(row, InvalidRow):
                 raise ValueError(row.reason)
             yield convert(row)
-        except LeftOutError as reason:
+        except SkippedRowError as reason:
             account.left_out[str(reason)] += 1
         except ValueError as error:
             account.bad.append(f"{where}: {error}")
@@ -232,8 +237,8 @@ def _each(
             account.bad.append(f"{where}: a column of it has another shape than in this layout ({error!r})")
 
 
-def _pairs(files: list[Path], account: Account) -> Iterator[dict[str, Any]]:
-    first = next((row for file in files for _, row in read_file(file) if not isinstance(row, BadRow)), {})
+def _pairs(files: list[Path], account: ConversionReport) -> Iterator[dict[str, Any]]:
+    first = next((row for file in files for _, row in read_file(file) if not isinstance(row, InvalidRow)), {})
     if not is_tree(first):
         yield from _each(files, account, preference_row)
         return

@@ -21,13 +21,13 @@ from slimrl.engines.protocol import StoppableEngine
 from slimrl.hooks import DynamicSamplingFilter, naming
 from slimrl.rollout.async_utils import cancel_and_wait, gather_or_cancel
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
-from slimrl.rollout.generation.sample_generator import FailedSamples, SampleError, SampleMaker, SamplePolicy
+from slimrl.rollout.generation.sample_generator import FailedSamples, SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.metrics import START_ROLLOUT_ID
-from slimrl.rollout.sampling import SamplingPlan
+from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(eq=False)
-class Flight:
+class GroupTask:
     """One group on its way; `made` is what became of each sample, `drawn` the group as the data source gave it.
 
     `drawn` is empty where no group is ever generated anew. `generated` is set when no sample waits for an engine.
@@ -46,16 +46,16 @@ class Flight:
         return [sample for samples in self.made for sample in samples]
 
 
-class Flights:
+class InflightGroups:
     """Groups in flight. `len()` counts those that were launched and not handed out."""
 
     def __init__(
         self,
         args: Arguments,
         rollout_id: int,
-        maker: SampleMaker,
+        maker: SampleGenerator,
         engine: StoppableEngine,
-        plan: SamplingPlan,
+        plan: SamplingConfig,
         *,
         keep_drawn: bool = False,
         sample_ended: Callable[[], None] = lambda: None,
@@ -67,22 +67,22 @@ class Flights:
         self._maker = maker
         self._engine = engine
         self._plan = plan
-        self._policy = SamplePolicy.for_training(args)
+        self._policy = SampleConfig.for_training(args)
         self.failed = FailedSamples(args)
         self._may_start_again = keep_drawn or args.dynamic_sampling_filter_path is not None and not args.partial_rollout
-        self._flights: set[Flight] = set()
-        self._finished: asyncio.Queue[Flight] = asyncio.Queue()
+        self._flights: set[GroupTask] = set()
+        self._finished: asyncio.Queue[GroupTask] = asyncio.Queue()
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def launch(self, group: list[Sample]) -> Flight:
+    def launch(self, group: list[Sample]) -> GroupTask:
         """Sends a group out. With `--mask-offpolicy-in-partial-rollout` what it has already is not trained on."""
         drawn = [_copy_of(sample) for sample in group] if self._may_start_again else []
         if self._args.mask_offpolicy_in_partial_rollout:
             for sample in group:
                 sample.loss_mask = [0] * sample.response_length
-        flight = Flight(drawn, [[sample] for sample in group], len(group), asyncio.Event())
+        flight = GroupTask(drawn, [[sample] for sample in group], len(group), asyncio.Event())
         flight.task = asyncio.create_task(self._make_group(flight))
         flight.task.add_done_callback(lambda _: self._end(flight))
         self._flights.add(flight)
@@ -93,7 +93,7 @@ class Flights:
         flight = await self.next_flight()
         return None if flight.left_out else flight.group()
 
-    async def next_flight(self) -> Flight:
+    async def next_flight(self) -> GroupTask:
         """The same, with all that is known of it."""
         flight = await self._finished.get()
         self._flights.discard(flight)
@@ -131,7 +131,7 @@ class Flights:
         """Ends every task; what they had is lost."""
         await cancel_and_wait(flight.task for flight in self._flights)
 
-    def _check(self, flight: Flight) -> None:
+    def _check(self, flight: GroupTask) -> None:
         """Notes what became of a group that has ended. Raises SampleError unless that is skipped."""
         try:
             flight.task.result()
@@ -139,16 +139,16 @@ class Flights:
             self.failed.skip(error)
             flight.left_out = True
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, flight: GroupTask) -> None:
         flight.generated.set()  # a task that fails or is cancelled does not come to it
         self._finished.put_nowait(flight)
 
-    async def _make_group(self, flight: Flight) -> None:
+    async def _make_group(self, flight: GroupTask) -> None:
         await gather_or_cancel(self._make_sample(flight, place) for place in range(len(flight.made)))
         if self._args.group_rm and not self._engine.stopped:
             await self._maker.judge([sample for made in flight.made for sample in made], self._policy)
 
-    async def _make_sample(self, flight: Flight, place: int) -> None:
+    async def _make_sample(self, flight: GroupTask, place: int) -> None:
         sample = flight.made[place][0]
         params = self._plan.params(sample, sample.index)
         made = await self._maker.generate(sample, params, self._policy, self.rollout_id)
@@ -175,10 +175,10 @@ def _copy_of(sample: Sample) -> Sample:
     return copied
 
 
-HOPELESS_BATCHES = 16  # so many rollouts' groups dropped in a row, or a whole epoch: the filter never passes
+MAX_CONSECUTIVE_DROPS = 16  # so many rollouts' groups dropped in a row, or a whole epoch: the filter never passes
 
 
-class Collector:
+class DynamicSampler:
     """Groups by the dynamic sampling filter's verdict, in the order they finished."""
 
     def __init__(self, args: Arguments, keep: DynamicSamplingFilter | None, hopeless: int) -> None:

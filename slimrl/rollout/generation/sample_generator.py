@@ -24,8 +24,14 @@ from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
 from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
 from slimrl.rollout.async_utils import ends_from_outside
 from slimrl.rollout.generation.multi_turn import append_generation, end_at_stop_string, stop_tokens
-from slimrl.rollout.generation.sample_tracker import GENERATION, Making, SampleTrace, UnderWay, router_url
-from slimrl.rollout.rm_hub import RewardRule, RewardScorer
+from slimrl.rollout.generation.sample_tracker import (
+    GENERATION,
+    CustomGenerateCall,
+    SampleTrace,
+    SampleTracker,
+    router_url,
+)
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,7 @@ class FailedSamples:
         return {"rollout/failed_samples": float(count)} if self._skips else {}
 
 
-def is_own_fault(error: BaseException) -> bool:
+def is_infra_error(error: BaseException) -> bool:
     """Whether a `ServiceError` or a lack of memory is the error, led to it, or is in a group of errors that did."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -87,21 +93,21 @@ _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplePolicy:
+class SampleConfig:
     """What differs between data sets when their samples are made."""
 
-    reward_rule: RewardRule
+    reward_rule: RewardConfig
     custom_generate_path: str | None
     evaluation: bool
 
     @classmethod
-    def for_training(cls, args: Arguments) -> SamplePolicy:
+    def for_training(cls, args: Arguments) -> SampleConfig:
         """From the rollout flags."""
-        rule = RewardRule(args.custom_rm_path, args.rm_type)
+        rule = RewardConfig(args.custom_rm_path, args.rm_type)
         return cls(rule, args.custom_generate_function_path, evaluation=False)
 
 
-class SampleMaker:
+class SampleGenerator:
     """Generates and judges samples with one engine, one tokenizer and one scorer."""
 
     def __init__(
@@ -116,22 +122,22 @@ class SampleMaker:
         self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
         self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in args.rollout_sample_hook_path]
         self.finished = 0
-        self.under_way = UnderWay(trace.stage)
+        self.under_way = SampleTracker(trace.stage)
 
-    def check(self, policy: SamplePolicy, source: str) -> None:
+    def check(self, policy: SampleConfig, source: str) -> None:
         """Raises where a policy's functions or reward type cannot be used."""
         policy.reward_rule.check(source)
         if policy.custom_generate_path is not None:
             self._function(policy.custom_generate_path)
 
-    async def make(self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, rollout_id: int) -> list[Sample]:
+    async def make(self, sample: Sample, params: dict[str, Any], policy: SampleConfig, rollout_id: int) -> list[Sample]:
         """The finished sample with its reward; several where a custom function may fan out. Raises SampleError."""
         samples = await self.generate(sample, params, policy, rollout_id)
         await self.judge(samples, policy)
         return samples
 
     async def generate(
-        self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, rollout_id: int
+        self, sample: Sample, params: dict[str, Any], policy: SampleConfig, rollout_id: int
     ) -> list[Sample]:
         """The generated sample, seen by `--rollout-sample-hook-path`; several where a custom function fans out.
 
@@ -145,7 +151,7 @@ class SampleMaker:
         made = await self._named(sample, GENERATION, work, path and f"--custom-generate-function-path {path}")
         return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
 
-    async def judge(self, samples: list[Sample], policy: SamplePolicy) -> None:
+    async def judge(self, samples: list[Sample], policy: SampleConfig) -> None:
         """Fills in the rewards that finished samples lack; with `--group-rm` in one call. Raises SampleError."""
         if self._args.group_rm:
             await self._judge_together(
@@ -158,7 +164,7 @@ class SampleMaker:
                 made.reward = await self._named(made, "the reward", judging, path)
         self.finished += all(made.reward is not None for made in samples)
 
-    async def _judge_together(self, samples: list[Sample], policy: SamplePolicy) -> None:
+    async def _judge_together(self, samples: list[Sample], policy: SampleConfig) -> None:
         if samples:
             judging = self._scorer.score_group(samples, policy.reward_rule)
             path = _reward_path(samples[0], policy)
@@ -168,7 +174,7 @@ class SampleMaker:
         self.finished += len(samples)
 
     async def _generate(
-        self, sample: Sample, params: dict[str, Any], policy: SamplePolicy, engine: EngineClient
+        self, sample: Sample, params: dict[str, Any], policy: SampleConfig, engine: EngineClient
     ) -> list[Sample]:
         if policy.custom_generate_path is None:
             await self._continue(sample, params, engine)
@@ -197,9 +203,9 @@ class SampleMaker:
             _check(part, may_be_aborted=self._engine.stopped)
         return made
 
-    def _making(self, sample: Sample, engine: EngineClient) -> Making:
+    def _making(self, sample: Sample, engine: EngineClient) -> CustomGenerateCall:
         """What helpers written for slime need to know of the sample."""
-        return Making(
+        return CustomGenerateCall(
             router_url=router_url(self._args),
             engine=engine,
             stopped=lambda: self._engine.stopped,
@@ -247,13 +253,13 @@ class SampleMaker:
             spaces_between_special_tokens=params["spaces_between_special_tokens"],
         )
 
-    async def _hooked(self, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
+    async def _hooked(self, sample: Sample, policy: SampleConfig, rollout_id: int) -> Sample:
         for path, hook in self._sample_hooks:
             name = f"--rollout-sample-hook-path {path}"
             sample = await self._named(sample, name, self._hook(hook, sample, policy, rollout_id), name)
         return sample
 
-    async def _hook(self, hook: Any, sample: Sample, policy: SamplePolicy, rollout_id: int) -> Sample:
+    async def _hook(self, hook: Any, sample: Sample, policy: SampleConfig, rollout_id: int) -> Sample:
         told = hooks.accepted(hook, hooks.SampleHook, rollout_id=rollout_id, evaluation=policy.evaluation)
         returned = hook(self._args, sample, **told)
         if inspect.isawaitable(returned):
@@ -279,11 +285,11 @@ class SampleMaker:
             prompt = str(sample.prompt)
             shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
             sample.status = SampleStatus.FAILED
-            lines = f"; in {function}{hooks.own_lines(error)}" if function else ""
+            lines = f"; in {function}{hooks.user_frames(error)}" if function else ""
             raise SampleError(
                 f"{stage} of sample {sample.index} (group {sample.group_index}) failed:"
                 f" {hooks.described(error)}; its prompt: {shown!r}{lines}",
-                by_hook=function is not None and not is_own_fault(error),
+                by_hook=function is not None and not is_infra_error(error),
             ) from error
 
     def _function(self, path: str) -> tuple[hooks.CustomGenerate, tuple[str, ...]]:
@@ -298,7 +304,7 @@ def _of_hook(function: str | None) -> AbstractContextManager[None]:
     return contextlib.nullcontext() if function is None else hooks.in_hook()
 
 
-def _reward_path(sample: Sample, policy: SamplePolicy) -> str | None:
+def _reward_path(sample: Sample, policy: SampleConfig) -> str | None:
     """The user's function that judges the sample, with its flag."""
     path = sample.custom_rm_path or policy.reward_rule.custom_rm_path
     return path and f"--custom-rm-path {path}"

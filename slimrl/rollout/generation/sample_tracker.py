@@ -37,7 +37,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleWhere:
+class ActiveSample:
     """One unfinished sample: its stage ("generation", "the reward", ...), how long in it, and the line it waits in."""
 
     index: int
@@ -55,7 +55,7 @@ class _Work:
     task: asyncio.Task[object] | None
 
 
-class UnderWay:
+class SampleTracker:
     """`with under_way.at(sample, "generation"): await ...`; `where` may be called from any thread."""
 
     def __init__(self, on_end: Callable[[Sample, str, float], None] = lambda sample, stage, since: None) -> None:
@@ -74,12 +74,12 @@ class UnderWay:
             del self._work[id(work)]
             self._on_end(sample, stage, work.since)
 
-    def where(self) -> list[SampleWhere]:
+    def where(self) -> list[ActiveSample]:
         """All of them, the one that has been in its stage for longest first."""
         work = sorted(self._work.copy().values(), key=lambda entry: entry.since)
         now = time.monotonic()
         return [
-            SampleWhere(
+            ActiveSample(
                 entry.sample.index, entry.sample.group_index, entry.stage, now - entry.since, awaited_line(entry.task)
             )
             for entry in work
@@ -220,7 +220,7 @@ _LOOK_INTERVAL_S = 1.0
 ENDED = "no line, it was ended"
 
 
-class LoopWatch:
+class LoopMonitor:
     """Made inside the event loop that it watches."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class LoopWatch:
             " as sys.exit() does; in functions of your own raise an Exception instead"
         )
 
-    async def blocked_at(self) -> str:
+    async def blocked_line(self) -> str:
         """The line that blocks the loop, "" where it turns. Where it does not, all stacks are written to stderr."""
         if not self._loop.is_running():
             return ENDED
@@ -250,7 +250,7 @@ class LoopWatch:
 
 
 _headers: contextvars.ContextVar[tuple[str, dict[str, str]]] = contextvars.ContextVar("slimrl_router_headers")
-_current: contextvars.ContextVar[Making] = contextvars.ContextVar("slimrl_making")
+_current: contextvars.ContextVar[CustomGenerateCall] = contextvars.ContextVar("slimrl_making")
 
 
 def router_url(args: Arguments) -> str:
@@ -271,7 +271,7 @@ def own_headers(url: str) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Making:
+class CustomGenerateCall:
     """`router_url` is where the function believes the engines to be; `stopped` says whether the rollout is full.
 
     `continue_sample(sample, sampling_params)` is the built-in generation. `before` is the sample as the function got
@@ -287,7 +287,7 @@ class Making:
     versions: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def current(cls) -> Making | None:
+    def current(cls) -> CustomGenerateCall | None:
         """Of the sample that this task belongs to; None outside of a function that generates one."""
         return _current.get(None)
 

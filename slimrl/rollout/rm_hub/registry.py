@@ -47,14 +47,14 @@ async def grade(rm_type: str, sample: Sample, graders: GraderPool) -> Reward:
         return float(sampling_seed("random reward", sample.index if sample.index is not None else sample.response) % 2)
     needs = _NEEDS[rule](sample)
     if rule in _BOXED_RULES:
-        verdict = at_sight(sample.response, needs["label"], thinks=rm_type == "deepscaler")
+        verdict = fast_match(sample.response, needs["label"], thinks=rm_type == "deepscaler")
         if verdict is not None:
             return float(verdict)
     request = {"rule": rule, "boxed": rm_type != rule, "response": sample.response, **needs}
     return (await graders.grade(request))["value"]
 
 
-def at_sight(response: str, label: str, *, thinks: bool) -> bool | None:
+def fast_match(response: str, label: str, *, thinks: bool) -> bool | None:
     """Whether the last box is right, where that takes no more than comparing two texts or two whole numbers.
 
     None where it takes more; then a grader decides. `thinks` says that the box has to follow the end of the thinking.

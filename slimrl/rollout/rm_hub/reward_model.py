@@ -43,7 +43,7 @@ class RewardInput:
 
     @classmethod
     def open(cls, folder: str, form: str | None, policy_folder: str, *, trust: tuple[bool, bool]) -> RewardInput:
-        """Loads the tokenizer; `form` None chooses (see `chosen_form`). Raises ValueError where the form cannot be.
+        """Loads the tokenizer; `form` None chooses (see `choose_format`). Raises ValueError where the form cannot be.
 
         `trust` says whether code of the reward model's and of the policy's tokenizer may be run.
         """
@@ -53,7 +53,7 @@ class RewardInput:
             raise ValueError(f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own")
         own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
         policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust[1])
-        return cls(own, chosen_form(own, policy, form, folder), policy.all_special_tokens)
+        return cls(own, choose_format(own, policy, form, folder), policy.all_special_tokens)
 
     def token_ids(self, sample: Sample) -> list[int]:
         """The ids that are scored; the score is that of the last one. Raises ValueError where there is none."""
@@ -84,7 +84,7 @@ class RewardInput:
         return text
 
 
-def chosen_form(tokenizer: Any, policy_tokenizer: Any, form: str | None, folder: str) -> str:
+def choose_format(tokenizer: Any, policy_tokenizer: Any, form: str | None, folder: str) -> str:
     """The form asked for, or else the conversation where the model has a chat template, tokens where they mean the same
     as the policy's, and text otherwise.
 

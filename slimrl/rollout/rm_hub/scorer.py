@@ -82,7 +82,7 @@ _current_scorer: contextvars.ContextVar[RewardScorer] = contextvars.ContextVar("
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardRule:
+class RewardConfig:
     """How the samples of one data set are judged; what a sample itself names goes first."""
 
     custom_rm_path: str | None
@@ -114,7 +114,7 @@ class RewardScorer:
         self._custom_time_limit_s = custom_time_limit_s
         self._functions: dict[tuple[str, type], Callable[..., Any]] = {}
 
-    async def score(self, sample: Sample, rule: RewardRule) -> Reward:
+    async def score(self, sample: Sample, rule: RewardConfig) -> Reward:
         """The reward of a finished sample.
 
         The order: the sample's custom_rm_path, the rule's, the sample's metadata.rm_type, the rule's rm_type.
@@ -127,7 +127,7 @@ class RewardScorer:
         function = self._function(path, CustomReward)
         return as_reward(path, await self._run(path, function(self._args, sample)))
 
-    async def score_group(self, samples: list[Sample], rule: RewardRule) -> list[Reward]:
+    async def score_group(self, samples: list[Sample], rule: RewardConfig) -> list[Reward]:
         """The rewards of a group in the samples' order (`--group-rm`): one call of each user function that judges any.
 
         Raises what `score` raises, and ValueError where a function does not return one reward per sample.
@@ -169,7 +169,7 @@ class RewardScorer:
         self.begin()
         return await within(self._custom_time_limit_s, path, call)
 
-    async def _score_by_rule(self, sample: Sample, rule: RewardRule) -> Reward:
+    async def _score_by_rule(self, sample: Sample, rule: RewardConfig) -> Reward:
         rm_type = sample.metadata.get("rm_type") or rule.rm_type
         if rm_type is None:
             raise ValueError("no reward is chosen: give --rm-type, --custom-rm-path or metadata.rm_type in the data")
@@ -209,7 +209,7 @@ async def async_rm(args: Arguments, sample: Sample) -> Reward:
     current = _current_scorer.get(None)
     scorer = current or RewardScorer(args)
     try:
-        return await scorer.score(dataclasses.replace(sample, custom_rm_path=None), RewardRule(None, args.rm_type))
+        return await scorer.score(dataclasses.replace(sample, custom_rm_path=None), RewardConfig(None, args.rm_type))
     finally:
         if current is None:
             scorer.close()
@@ -219,7 +219,7 @@ async def batched_async_rm(args: Arguments, samples: list[Sample]) -> list[Rewar
     """`async_rm` of several samples at once, in their order."""
     current = _current_scorer.get(None)
     scorer = current or RewardScorer(args)
-    rule = RewardRule(None, args.rm_type)
+    rule = RewardConfig(None, args.rm_type)
     plain = [dataclasses.replace(sample, custom_rm_path=None) for sample in samples]
     try:
         return await gather_or_cancel(scorer.score(sample, rule) for sample in plain)
@@ -247,17 +247,19 @@ def _unknown_type(rm_type: str) -> str:
     )
 
 
-class NoVerdictsError(RuntimeError):
+class TooManyGraderFailuresError(RuntimeError):
     """At least the allowed share of a rollout's answers got no verdict."""
 
 
 def require_verdicts(samples: Sequence[Sample], limit: float, what: str) -> None:
-    """Raises NoVerdictsError where at least the share `limit` of the samples of `what` got none, with the reasons."""
+    """Raises TooManyGraderFailuresError where at least the share `limit` of the samples of `what` got none, with the
+    reasons.
+    """
     reasons = [sample.metadata[REWARD_FAILURE_KEY] for sample in samples if REWARD_FAILURE_KEY in sample.metadata]
     if not reasons or len(reasons) < limit * len(samples):
         return
     commonest = "; ".join(f"{count} times: {reason}" for reason, count in Counter(reasons).most_common(3))
-    raise NoVerdictsError(
+    raise TooManyGraderFailuresError(
         f"{what}: the graders came to no verdict on {len(reasons)} of {len(samples)} answers, and --rm-failure-limit"
         f" {limit:g} ends the run there ({commonest}); mend the grader or the data, raise --rm-time-limit where time"
         " was short, or raise the limit"

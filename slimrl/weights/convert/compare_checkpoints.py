@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimrl.models.families import Family, Row, family_for
+from slimrl.models.families import ModelMapping, ParamMapping, family_for
 from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES
 from slimrl.models.model_spec import ModelShape
 from slimrl.weights.convert.torch_dist_reader import StoredTensor, TorchDistCheckpoint
@@ -98,8 +98,8 @@ def compare_checkpoints(
 
 
 def _stored_rows(
-    checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape
-) -> Iterator[tuple[Row, StoredTensor]]:
+    checkpoint: TorchDistCheckpoint, family: ModelMapping, shape: ModelShape
+) -> Iterator[tuple[ParamMapping, StoredTensor]]:
     for row in family.rows(shape):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
         if found is not None:
@@ -113,7 +113,7 @@ class _Comparer:
         self,
         checkpoint: TorchDistCheckpoint,
         origin: HfCheckpoint,
-        family: Family,
+        family: ModelMapping,
         shape: ModelShape,
         on_compared: Callable[[int], object],
     ) -> None:
@@ -125,7 +125,7 @@ class _Comparer:
         self._shape = shape
         self._on_compared = on_compared
 
-    def pairs(self, row: Row, stored: StoredTensor) -> Iterator[TensorPair]:
+    def pairs(self, row: ParamMapping, stored: StoredTensor) -> Iterator[TensorPair]:
         """The tensors of one row, those without a Hugging Face tensor left out."""
         sizes = hf_shapes(row, self._shape)
         wanted = {part.name: size for part, size in zip(row.hf, sizes, strict=True)}
@@ -142,13 +142,13 @@ class _Comparer:
             shown = wanted[name] if fits else stored.shape
             yield TensorPair(name, shown, self._origin.shape(name), stored.dtype, self._origin.dtype(name), difference)
 
-    def _fits(self, row: Row, stored: StoredTensor) -> bool:
+    def _fits(self, row: ParamMapping, stored: StoredTensor) -> bool:
         if not row.padded_vocab:
             return stored.shape == megatron_shape(row, self._shape)
         padded = dataclasses.replace(self._shape, padded_vocab_size=stored.shape[0])
         return stored.shape == megatron_shape(row, padded) and stored.shape[0] >= self._shape.vocab_size
 
-    def _whole(self, row: Row, stored: StoredTensor) -> dict[str, Tensor]:
+    def _whole(self, row: ParamMapping, stored: StoredTensor) -> dict[str, Tensor]:
         parts = from_shards(row, [self._checkpoint.read(stored)], self._shape)
         return {part.name: tensor for part, tensor in zip(row.hf, parts, strict=True)}
 

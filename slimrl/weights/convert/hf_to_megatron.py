@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from slimrl.arguments.checkpoints import RELEASE, TRACKER_NAME
-from slimrl.models.families import Family, Row
+from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.model_spec import ModelShape
 from slimrl.platform.collective_errors import ConversionGroup
-from slimrl.weights.atomic_dir import NewFolder, check_apart, check_space, partial_path
+from slimrl.weights.atomic_dir import AtomicDir, check_apart, check_space, partial_path
 from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, Checksums, checksums_text
 from slimrl.weights.convert.torch_dist_writer import MAX_FILE_BYTES, Blueprint, Weight, write_torch_dist
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
@@ -41,14 +41,14 @@ from slimrl.weights.reshard import (
 def load_hf_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     shape: ModelShape,
-    family: Family,
+    family: ModelMapping,
     hf_dir: Path,
     *,
     tp_rank: int = 0,
     tp_size: int = 1,
     etp_rank: int = 0,
     etp_size: int = 1,
-    progress: Callable[[Sequence[Row]], Iterable[Row]] = iter,
+    progress: Callable[[Sequence[ParamMapping]], Iterable[ParamMapping]] = iter,
 ) -> None:
     """Fills the parameters of `model` (a bare GPTModel of any pipeline stage, or its chunks), casting to their dtype.
 
@@ -73,10 +73,10 @@ def load_hf_checkpoint(
         )
 
 
-def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: Family) -> None:
+def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: ModelMapping) -> None:
     """Raises ValueError where the stored names, shapes or a redundant head do not fit the family and sizes.
 
-    Layers that predict further tokens are left alone: `Family.carried_prefixes` names them.
+    Layers that predict further tokens are left alone: `ModelMapping.carried_prefixes` names them.
     """
     where = str(checkpoint.folder)
     carried = family.carried_prefixes(read_hf_config(checkpoint.folder))
@@ -93,15 +93,15 @@ def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: Family
         )
 
 
-def _local_rows(family: Family, shape: ModelShape, parameters: dict[str, Tensor]) -> list[Row]:
+def _local_rows(family: ModelMapping, shape: ModelShape, parameters: dict[str, Tensor]) -> list[ParamMapping]:
     """The rows whose Megatron tensor this rank has; a tied last pipeline stage has the embedding as its head."""
     rows = [row for row in family.rows(shape) if find(row, parameters) is not None]
     if shape.tied and find(family.head, parameters) is not None:
-        rows.append(Row(family.head.megatron, family.embedding.hf, shard_dim=family.head.shard_dim))
+        rows.append(ParamMapping(family.head.megatron, family.embedding.hf, shard_dim=family.head.shard_dim))
     return rows
 
 
-def _copy(shard: Tensor, parameter: Tensor, row: Row) -> None:
+def _copy(shard: Tensor, parameter: Tensor, row: ParamMapping) -> None:
     if shard.shape != parameter.shape:
         raise ValueError(
             f"{row.megatron[0]} has shape {list(parameter.shape)} in the model but its table makes"
@@ -117,7 +117,7 @@ def hf_to_torch_dist(
     hf_dir: Path,
     save_dir: Path,
     shape: ModelShape,
-    family: Family,
+    family: ModelMapping,
     blueprint_into: Callable[[Path | None], Blueprint],
     *,
     force: bool = False,
@@ -137,7 +137,7 @@ def hf_to_torch_dist(
     check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, shape, family)
-        folder = NewFolder(save_dir, replace=(RELEASE, TRACKER_NAME) if force else ())
+        folder = AtomicDir(save_dir, replace=(RELEASE, TRACKER_NAME) if force else ())
         release = partial_path(save_dir) / RELEASE
         try:
             if group.is_rank_zero:
@@ -168,7 +168,7 @@ def hf_to_torch_dist(
     return Path(save_dir) / RELEASE
 
 
-def _commit(folder: NewFolder, checksums: Mapping[str, Checksums]) -> None:
+def _commit(folder: AtomicDir, checksums: Mapping[str, Checksums]) -> None:
     """The checksums, the tracker file, then the whole folder under its name."""
     release = folder.partial / RELEASE
     (release / CHECKSUMS_NAME).write_text(checksums_text(release, checksums), encoding="utf-8")
@@ -179,10 +179,10 @@ def _commit(folder: NewFolder, checksums: Mapping[str, Checksums]) -> None:
 class _Source:
     """The model's weights by their Megatron names, out of the Hugging Face files."""
 
-    def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, shape: ModelShape, family: Family) -> None:
+    def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, shape: ModelShape, family: ModelMapping) -> None:
         self._checkpoint = checkpoint
         self._shape = shape
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, ParamMapping] = {}
         names = {weight.name for weight in blueprint.weights}
         for row in family.rows(shape):
             name = find(row, names)

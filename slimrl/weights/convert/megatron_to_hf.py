@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
-from slimrl.models.families import FAMILIES, Family, Row, family_for
+from slimrl.models.families import FAMILIES, ModelMapping, ParamMapping, family_for
 from slimrl.models.model_spec import ModelShape
 from slimrl.platform.collective_errors import ConversionGroup
-from slimrl.weights.atomic_dir import NewFolder, check_apart, partial_path
+from slimrl.weights.atomic_dir import AtomicDir, check_apart, partial_path
 from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, read_hf_config
 from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, listed, megatron_shape, redundant_head
@@ -47,7 +47,7 @@ class _Job:
     """A weight to carry over: from the checkpoint by its row, or by name from the original where it lacks it."""
 
     specs: tuple[TensorSpec, ...]
-    row: Row | None = None
+    row: ParamMapping | None = None
     stored: StoredTensor | None = None
 
 
@@ -92,7 +92,7 @@ def torch_dist_to_hf(
         beside = companions(Path(origin_hf_dir))
         needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in beside)
         replace = replaceable(beside) if force else ()
-        folder = NewFolder(output_dir, replace=replace, needed_bytes=needed if group.is_rank_zero else 0)
+        folder = AtomicDir(output_dir, replace=replace, needed_bytes=needed if group.is_rank_zero else 0)
         mine = sorted(shards, key=lambda shard: -shard.nbytes)[group.rank :: group.size]
         on_written = on_start(sum(shard.nbytes - len(shard.header) for shard in mine))
         with group.joined():
@@ -109,7 +109,7 @@ def torch_dist_to_hf(
                 raise
 
 
-def family_named(model_name: str) -> Family:
+def family_named(model_name: str) -> ModelMapping:
     """The family of a name as users write it ("qwen3moe", "Qwen3MoeForCausalLM"), by its model_type."""
     wanted = _plain(model_name)
     for family in FAMILIES:
@@ -127,7 +127,7 @@ def _plain(name: str) -> str:
 def _jobs(
     checkpoint: TorchDistCheckpoint,
     origin: HfCheckpoint,
-    family: Family,
+    family: ModelMapping,
     shape: ModelShape,
     config: dict[str, Any],
     *,
@@ -153,10 +153,10 @@ def _jobs(
 
 
 def _places(
-    checkpoint: TorchDistCheckpoint, family: Family, shape: ModelShape, *, add_missing: bool
-) -> dict[Row, StoredTensor | None]:
+    checkpoint: TorchDistCheckpoint, family: ModelMapping, shape: ModelShape, *, add_missing: bool
+) -> dict[ParamMapping, StoredTensor | None]:
     """Where each row lies, None for one to be taken from the origin."""
-    places: dict[Row, StoredTensor | None] = {}
+    places: dict[ParamMapping, StoredTensor | None] = {}
     unused = checkpoint.sizes
     for row in family.rows(shape):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
@@ -262,7 +262,7 @@ class HfPlan:
         self,
         origin_hf_dir: Path,
         shape: ModelShape,
-        family: Family,
+        family: ModelMapping,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -303,7 +303,7 @@ class HfExport:
         needed = sum(shard.nbytes for shard in plan.shards)
         self._plan = plan
         self._tensors = tensors
-        self._folder = NewFolder(folder, replace=replaceable(plan.beside), needed_bytes=needed)
+        self._folder = AtomicDir(folder, replace=replaceable(plan.beside), needed_bytes=needed)
         self._writer: ShardWriter | None = None
         self._copies: dict[str, Tensor] = {}
 

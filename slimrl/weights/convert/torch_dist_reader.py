@@ -91,7 +91,7 @@ class TorchDistCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Raises FileNotFoundError for a folder that is no checkpoint, naming the ones inside it.
 
-        Raises ValueError for damaged metadata, and RefusedPickleError for metadata that would run something.
+        Raises ValueError for damaged metadata, and UnsafePickleError for metadata that would run something.
         """
         self.folder = Path(folder)
         if not (self.folder / METADATA_NAME).is_file():

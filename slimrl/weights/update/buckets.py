@@ -46,7 +46,7 @@ class Bucket:
             yield entry.name, self.flat[entry.start : entry.end].view(entry.dtype).view(entry.shape)
 
 
-class BufferSource(Protocol):
+class BufferAllocator(Protocol):
     """Gives out the memory that buckets are packed into."""
 
     def take(self, num_bytes: int) -> Tensor:
@@ -60,21 +60,21 @@ class ReusedBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, num_bytes: int) -> Tensor:
-        """See `BufferSource.take`."""
+        """See `BufferAllocator.take`."""
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer.device)
         return self._buffer[:num_bytes]
 
 
-class TwoInTurn:
+class DoubleBuffer:
     """Two buffers used in turn, so that one can be packed while the other is still being read."""
 
-    def __init__(self, first: BufferSource, second: BufferSource) -> None:
+    def __init__(self, first: BufferAllocator, second: BufferAllocator) -> None:
         self._pair = (first, second)
         self._taken = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """See `BufferSource.take`."""
+        """See `BufferAllocator.take`."""
         buffer = self._pair[self._taken % 2]
         self._taken += 1
         return buffer.take(num_bytes)
@@ -87,18 +87,18 @@ class TwoInTurn:
 def iter_buckets(
     named_tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
-    buffers: BufferSource,
-    with_next: Collection[str] = (),
+    buffers: BufferAllocator,
+    fuse_with_next: Collection[str] = (),
 ) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes`; a larger tensor travels alone in a bucket of its own size.
 
-    A tensor named in `with_next` is in the same bucket as the one after it. A bucket is valid until the next one is
-    asked for; with two buffers in turn until the one after that is. Each yielded tensor is copied before the next is
+    A tensor named in `fuse_with_next` is in the same bucket as the one after it. A bucket is valid until the next one
+    is asked for; with two buffers in turn until the one after that is. Each yielded tensor is copied before the next is
     asked for. Raises ValueError where `max_bytes` is not positive or there is no tensor at all.
     """
     if max_bytes <= 0:
         raise ValueError(f"--update-weight-buffer-size is {max_bytes}: it counts bytes and must be positive")
-    units = _units(named_tensors, with_next)
+    units = _units(named_tensors, fuse_with_next)
     pending = next(units, None)
     if pending is None:
         raise ValueError("there is no tensor to pack: the model has no weights")
@@ -116,11 +116,11 @@ def iter_buckets(
         yield Bucket(buffer[:end], tuple(entries), last=pending is None)
 
 
-def _units(named_tensors: Iterable[tuple[str, Tensor]], with_next: Collection[str]) -> Iterator[Unit]:
+def _units(named_tensors: Iterable[tuple[str, Tensor]], fuse_with_next: Collection[str]) -> Iterator[Unit]:
     """The tensors one by one, or several where they must stay together."""
     unit: Unit = []
     for name, tensor in named_tensors:
-        if name in with_next:
+        if name in fuse_with_next:
             unit.append((name, tensor.clone()))  # it is only valid until the next one is asked for
         else:
             yield [*unit, (name, tensor)]
@@ -143,7 +143,7 @@ def _fits(unit: Unit, start: int, capacity: int) -> bool:
 class Transport(Protocol):
     """One way to bring buckets to some of the servers."""
 
-    buffer: BufferSource
+    buffer: BufferAllocator
 
     def start(self, bucket: Bucket) -> None:
         """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""
@@ -158,17 +158,19 @@ class Transport(Protocol):
         """Gives up what was kept for later pipeline stages of the servers: every one has read it."""
 
     def reset(self) -> None:
-        """Gives up what a failed push left, so that the next can begin; never raises for a server that is gone."""
+        """Gives up what a failed weight update left, so that the next can begin; never raises for a server that is
+        gone.
+        """
 
     def close(self) -> None:
-        """Gives up what stays open between pushes."""
+        """Gives up what stays open between weight updates."""
 
     def leave(self) -> None:
         """Leaves process groups among trainers, after `close` on all of them."""
 
 
-class Lanes:
-    """The transports of one push, each until its first failure."""
+class TransportGroup:
+    """The transports of one weight update, each until its first failure."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._working = list(transports)

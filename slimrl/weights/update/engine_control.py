@@ -114,7 +114,7 @@ def results(servers: Sequence[ServerControl], futures: Sequence[Future[Result]],
 
 @dataclasses.dataclass(frozen=True)
 class ServerState:
-    """How a server stands after a failed push: the version that it reports, or why it does not answer."""
+    """How a server stands after a failed weight update: the version that it reports, or why it does not answer."""
 
     url: str
     version: str | None

@@ -4,8 +4,8 @@ Every HF name comes exactly once, in the table's order, without vocabulary paddi
 
 Collective. One row at a time is gathered, so that there is never a second copy of the model. Only receiving ranks get
 the full tensors; the others hold only what they must pass on. A tensor takes two steps: broadcast along the pipeline
-and among expert ranks to those that lack it, then a gather over its tensor-parallel group. `Needs` decides which of
-these are needed; all ranks of a group decide alike, because they have the same answers from it.
+and among expert ranks to those that lack it, then a gather over its tensor-parallel group. `GatherPlan` decides which
+of these are needed; all ranks of a group decide alike, because they have the same answers from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimrl.models.families import Family, Row
+from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
 from slimrl.models.model_spec import ModelShape
 from slimrl.weights.reshard import find, from_shards, global_tensors, listed, local_shape
@@ -28,7 +28,7 @@ Group = dist.ProcessGroup | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Needs:
+class GatherPlan:
     """What one rank knows; `dense` and `expert` are the tensors outside and inside of experts.
 
     `by_stage` has for each rank of the pipeline group, `by_expert_rank` for each of the expert group, whether it must
@@ -42,7 +42,7 @@ class Needs:
     @classmethod
     def find(
         cls, receivers: Collection[int] | None, tp_group: Group, pp_group: Group, ep_group: Group, etp_group: Group
-    ) -> Needs:
+    ) -> GatherPlan:
         """Collective over the pipeline and expert groups; `receivers` are global ranks, None: all."""
         wanted = None if receivers is None else frozenset(receivers)
         own = tuple(_holds_receiver(group, wanted) for group in (tp_group, etp_group))
@@ -51,11 +51,11 @@ class Needs:
         own = (own[0], any(expert for _, expert in by_expert_rank))
         return cls(tuple(gathered(own, pp_group)), tuple(by_expert_rank), wanted)
 
-    def along_pipeline(self, stage: int, *, expert: bool) -> bool:
+    def pp_broadcast_needed(self, stage: int, *, expert: bool) -> bool:
         """Whether a rank of this pipeline group other than that of `stage` needs the shard."""
         return any(need[expert] for number, need in enumerate(self.by_stage) if number != stage)
 
-    def among_experts(self, expert_rank: int) -> bool:
+    def ep_broadcast_needed(self, expert_rank: int) -> bool:
         """Whether a rank of this expert group other than `expert_rank` needs the shard."""
         return any(need[True] for number, need in enumerate(self.by_expert_rank) if number != expert_rank)
 
@@ -101,7 +101,7 @@ class _Place:
 def iter_hf_tensors(
     model: nn.Module | Sequence[nn.Module],
     shape: ModelShape,
-    family: Family,
+    family: ModelMapping,
     tp_group: Group = None,
     *,
     pp_group: Group = None,
@@ -122,7 +122,7 @@ def iter_hf_tensors(
     rows = [(row, find(row, places)) for row in family.rows(shape)]
     _check_complete(rows, places, shape, family)
     device = next(iter(tensors.values())).device
-    needs = Needs.find(receivers, tp_group, pp_group, ep_group, etp_group)
+    needs = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)
     memory, parts = ReusedBuffer(device), _RowMemory(device)
     for row, name in rows:
         group = tp_group if row.expert is None else etp_group
@@ -157,7 +157,7 @@ def _places(tensors: dict[str, Tensor], pp_group: Group, ep_group: Group) -> dic
 
 
 def _check_complete(
-    rows: list[tuple[Row, str | None]], places: dict[str, _Place], shape: ModelShape, family: Family
+    rows: list[tuple[ParamMapping, str | None]], places: dict[str, _Place], shape: ModelShape, family: ModelMapping
 ) -> None:
     if missing := [row.megatron[0] for row, name in rows if name is None]:
         raise ValueError(
@@ -174,20 +174,20 @@ def _check_complete(
         )
 
 
-def _bring(local: Tensor, place: _Place, needs: Needs, pp_group: Group, ep_group: Group) -> None:
+def _bring(local: Tensor, place: _Place, needs: GatherPlan, pp_group: Group, ep_group: Group) -> None:
     """Fills `local` on ranks that need the tensor and do not hold it: along the pipeline, then among expert ranks.
 
     Across stages, which may be on other machines, only the ranks that need it for the second step take part.
     """
     of_expert = place.expert_rank is not None
     holds_expert = not of_expert or ep_group is None or ep_group.rank() == place.expert_rank
-    if pp_group is not None and holds_expert and needs.along_pipeline(place.stage, expert=of_expert):
+    if pp_group is not None and holds_expert and needs.pp_broadcast_needed(place.stage, expert=of_expert):
         dist.broadcast(local, group=pp_group, group_src=place.stage)
-    if of_expert and ep_group is not None and needs.among_experts(place.expert_rank):
+    if of_expert and ep_group is not None and needs.ep_broadcast_needed(place.expert_rank):
         dist.broadcast(local, group=ep_group, group_src=place.expert_rank)
 
 
-def _gather(local: Tensor, group: Group, size: int, needs: Needs, memory: ReusedBuffer) -> Tensor | None:
+def _gather(local: Tensor, group: Group, size: int, needs: GatherPlan, memory: ReusedBuffer) -> Tensor | None:
     """[size, ...]: the tensors of all ranks of `group`, in rank order; None on a rank that does not want them.
 
     They lie in `memory` where there are several.

@@ -60,7 +60,7 @@ class EngineEndpoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roles:
+class SenderMap:
     """`sharing` has, by number of the engine, the trainer rank that shares its memory with each rank of the engine.
 
     `remote` are the engines that share none.
@@ -72,17 +72,17 @@ class Roles:
     @property
     def senders(self) -> set[int]:
         """Every trainer rank that sends to some engine."""
-        ranks = {rank for suppliers in self.sharing.values() for rank in suppliers}
+        ranks = {rank for senders in self.sharing.values() for rank in senders}
         return ranks | ({0} if self.remote else set())
 
 
-def split_roles(engines: Sequence[EngineEndpoint]) -> Roles:
+def split_roles(engines: Sequence[EngineEndpoint]) -> SenderMap:
     """No engine shares a GPU with the trainer: rank 0 sends to all. Raises ValueError as `check_without_stages`."""
     check_without_stages(engines)
-    return Roles({}, tuple(range(len(engines))))
+    return SenderMap({}, tuple(range(len(engines))))
 
 
-def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> Roles:
+def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> SenderMap:
     """Who sends where GPUs are shared.
 
     Host memory of one rank can be opened by every process of its node: on each of an engine's nodes its first trainer
@@ -93,9 +93,9 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
     sharing: dict[int, tuple[int, ...]] = {}
     remote: list[int] = []
     for number, engine in enumerate(engines):
-        suppliers = _on_node(engines, engine, world_size) if host_memory else engine.gpus
-        if all(rank is not None and rank < world_size for rank in suppliers):
-            sharing[number] = tuple(suppliers)
+        senders = _on_node(engines, engine, world_size) if host_memory else engine.gpus
+        if all(rank is not None and rank < world_size for rank in senders):
+            sharing[number] = tuple(senders)
         elif 0 in engine.gpus and not host_memory:
             raise ValueError(
                 f"engine {engine.url} has GPUs {list(engine.gpus)} and the trainer has {world_size}: a GPU cannot"
@@ -105,7 +105,7 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
         else:
             remote.append(number)
     check_without_stages([engines[number] for number in remote])
-    return Roles(sharing, tuple(remote))
+    return SenderMap(sharing, tuple(remote))
 
 
 def _on_node(engines: Sequence[EngineEndpoint], engine: EngineEndpoint, world_size: int) -> list[int | None]:

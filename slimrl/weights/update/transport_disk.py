@@ -1,4 +1,4 @@
-"""Weights to servers through files: one Hugging Face folder per push on storage that both sides see.
+"""Weights to servers through files: one Hugging Face folder per weight update on storage that both sides see.
 
 Trainer rank 0 writes; a function of the user's may then see the files on every rank; servers read the finished folder,
 which is removed once all have. Several runs may share `--update-weight-disk-dir`: each writes into a folder of its own
@@ -43,7 +43,7 @@ class DiskTransport:
         self.folder = self._own / "weights"
 
     def begin(self, version: str) -> None:
-        """The next push writes into a folder of its own."""
+        """The next weight update writes into a folder of its own."""
         self.folder = self._own / f"weight_v{version:0>6}"
 
     def start(self, bucket: Bucket) -> None:
@@ -79,7 +79,7 @@ class DiskTransport:
         """Nothing is kept: servers with pipeline stages are not sent to in this way."""
 
     def reset(self) -> None:
-        """Removes the files of a push that failed."""
+        """Removes the files of a weight update that failed."""
         self._written = []
         shutil.rmtree(self._own, ignore_errors=True)
 

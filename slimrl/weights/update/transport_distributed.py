@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
 
-from slimrl.weights.update.buckets import Bucket, ReusedBuffer, TwoInTurn
+from slimrl.weights.update.buckets import Bucket, DoubleBuffer, ReusedBuffer
 from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all, results
 
 BACKLOG = 2048
@@ -71,7 +71,7 @@ class DistributedTransport:
         self, servers: list[ServerControl], engine_sizes: list[int], device: torch.device, timeout_s: float
     ) -> None:
         """`engine_sizes` are the tensor-parallel sizes of the servers, in their order."""
-        self.buffer = TwoInTurn(ReusedBuffer(device), ReusedBuffer(device))
+        self.buffer = DoubleBuffer(ReusedBuffer(device), ReusedBuffer(device))
         self._servers = servers
         self._engine_sizes = engine_sizes
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -88,7 +88,7 @@ class DistributedTransport:
     def start(self, bucket: Bucket) -> None:
         """Begins the broadcast. Raises WeightSyncError naming a server that does not join the group."""
         if self._group is None:
-            # a name of its own each time: a server may still hold a group that a failed push left
+            # a name of its own each time: a server may still hold a group that a failed weight update left
             self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
             self._group = self._connect()
         answers = [self._pool.submit(self._receive, server, bucket) for server in self._servers]

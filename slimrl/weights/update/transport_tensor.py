@@ -82,10 +82,10 @@ class _Call:
 
 
 class SharedBuffer(Protocol):
-    """A `BufferSource` whose memory another process can open."""
+    """A `BufferAllocator` whose memory another process can open."""
 
     def take(self, num_bytes: int) -> Tensor:
-        """See `BufferSource.take`."""
+        """See `BufferAllocator.take`."""
 
     def reference(self) -> Reference:
         """How another process opens the buffer taken last."""
@@ -100,8 +100,8 @@ class SharedBuffer(Protocol):
 class HostSharedBuffer:
     """One anonymous file in host memory, used again for every bucket that fits.
 
-    With `keep` every bucket has a file of its own, kept until `release`: the whole model's bytes during a push. What is
-    used again gets large pages.
+    With `keep` every bucket has a file of its own, kept until `release`: the whole model's bytes during a weight
+    update. What is used again gets large pages.
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -112,7 +112,7 @@ class HostSharedBuffer:
         self._collapsed = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """See `BufferSource.take`. Pages cost memory only once written."""
+        """See `BufferAllocator.take`. Pages cost memory only once written."""
         if self._keep and self._descriptor is not None:
             self._kept.append(self._descriptor)
             self._descriptor = None
@@ -153,7 +153,7 @@ class HostSharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
-class TwoSharedInTurn:
+class SharedDoubleBuffer:
     """Two shared buffers used in turn, so that one can be packed while receivers read the other."""
 
     def __init__(self, first: SharedBuffer, second: SharedBuffer) -> None:
@@ -161,7 +161,7 @@ class TwoSharedInTurn:
         self._last = second
 
     def take(self, num_bytes: int) -> Tensor:
-        """See `BufferSource.take`."""
+        """See `BufferAllocator.take`."""
         self._last = self._pair[0] if self._last is self._pair[1] else self._pair[1]
         return self._last.take(num_bytes)
 
@@ -193,7 +193,7 @@ class CudaSharedBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, num_bytes: int) -> Tensor:
-        """See `BufferSource.take`."""
+        """See `BufferAllocator.take`."""
         self.close()
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffer
@@ -260,25 +260,25 @@ class EngineLink:
 
     server: ServerControl
     tensor_parallel_size: int
-    suppliers: tuple[int, ...]
+    senders: tuple[int, ...]
     group: dist.ProcessGroup | None
 
     @property
     def leader(self) -> int:
         """The trainer rank that speaks to the server."""
-        return self.suppliers[0]
+        return self.senders[0]
 
     @property
     def has_stages(self) -> bool:
         """Whether the engine has pipeline stages, each of `tensor_parallel_size` ranks."""
-        return len(self.suppliers) > self.tensor_parallel_size
+        return len(self.senders) > self.tensor_parallel_size
 
     def payloads(self, bucket: Bucket, own: Reference) -> list[str] | None:
         """One payload per tensor-parallel rank on the leader, None on the others; collective over the suppliers."""
         references = self._references(own)
         if references is None:
             return None
-        of_ranks = [references[rank] for rank in self.suppliers]
+        of_ranks = [references[rank] for rank in self.senders]
         size = self.tensor_parallel_size
         if self.has_stages and len(references) > 1:
             # SGLang gives every stage the same payloads: each rank finds its own reference among all of them
@@ -289,7 +289,7 @@ class EngineLink:
         """By trainer rank, on the leader."""
         if self.group is None:
             return {self.leader: own}
-        members = sorted(set(self.suppliers))
+        members = sorted(set(self.senders))
         gathered: list[Reference] | None = [own] * len(members) if dist.get_rank() == self.leader else None
         dist.gather_object(own, gathered, dst=self.leader, group=self.group)
         return None if gathered is None else dict(zip(members, gathered, strict=True))
@@ -315,7 +315,7 @@ class TensorTransport:
         def make() -> SharedBuffer:
             return CudaSharedBuffer(device) if device.type == "cuda" else HostSharedBuffer(keep=keep)
 
-        self.buffer: SharedBuffer = TwoSharedInTurn(make(), make())
+        self.buffer: SharedBuffer = SharedDoubleBuffer(make(), make())
 
     def start(self, bucket: Bucket) -> None:
         """Tells every engine of this rank where the bucket is; collective over the suppliers of each engine."""
@@ -349,7 +349,7 @@ class TensorTransport:
         self.buffer.release()
 
     def reset(self) -> None:
-        """Nothing is left by a failed push but memory that later stages may still read."""
+        """Nothing is left by a failed weight update but memory that later stages may still read."""
         self._calls = None
 
     def close(self) -> None:

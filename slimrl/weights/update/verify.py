@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.models.families import Family, Row
+from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
 from slimrl.models.model_spec import ModelShape
 from slimrl.weights.reshard import hf_shapes, listed
@@ -58,7 +58,7 @@ class EngineTensor:
         return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
-def engine_tensor(row: Row, shape: ModelShape, model_type: str) -> EngineTensor:
+def engine_tensor(row: ParamMapping, shape: ModelShape, model_type: str) -> EngineTensor:
     """Where the engine keeps a row's tensors."""
     name = row.hf[0].name
     if name.endswith(".mlp.gate.weight") and model_type in FLOAT32_ROUTERS:
@@ -78,7 +78,7 @@ def engine_tensor(row: Row, shape: ModelShape, model_type: str) -> EngineTensor:
     return EngineTensor(name)
 
 
-def engine_shard(row: Row, parts: list[Tensor], shape: ModelShape, layout: EngineLayout, rank: int) -> Tensor:
+def engine_shard(row: ParamMapping, parts: list[Tensor], shape: ModelShape, layout: EngineLayout, rank: int) -> Tensor:
     """The row's tensor on engine rank `rank`: its parts one after another, each padded and divided among the ranks.
 
     Padding is with zeros. Key and value heads are repeated where there are fewer than ranks.
@@ -98,7 +98,7 @@ def engine_shard(row: Row, parts: list[Tensor], shape: ModelShape, layout: Engin
     return torch.cat(shards)
 
 
-def _padded_length(dimension: str, length: int, row: Row, shape: ModelShape, layout: EngineLayout) -> int:
+def _padded_length(dimension: str, length: int, row: ParamMapping, shape: ModelShape, layout: EngineLayout) -> int:
     """What the engine makes of a dimension's `length`."""
     if dimension == "vocab":
         padded = _rounded_up(length, VOCAB_MULTIPLE)
@@ -195,7 +195,7 @@ Checksums = dict[str, str]
 def expected_checksums(
     named_tensors: Iterable[tuple[str, Tensor]],
     shape: ModelShape,
-    family: Family,
+    family: ModelMapping,
     engine_sizes: Iterable[int],
     *,
     on_host: bool,
@@ -248,9 +248,9 @@ def check_server(url: str, reported: list[dict[str, Any]], expected: list[Checks
 
 
 class Manifest:
-    """All tensors of one push, ticked off bucket by bucket."""
+    """All tensors of one weight update, ticked off bucket by bucket."""
 
-    def __init__(self, family: Family, shape: ModelShape) -> None:
+    def __init__(self, family: ModelMapping, shape: ModelShape) -> None:
         self._model_type = family.model_type
         self._awaited = iter(
             (part.name, dims)
@@ -258,7 +258,7 @@ class Manifest:
             for part, dims in zip(row.hf, hf_shapes(row, shape), strict=True)
         )
 
-    def tick_off(self, bucket: Bucket) -> None:
+    def check_off(self, bucket: Bucket) -> None:
         """Raises ValueError at the first tensor that is not the next one of the table, or not at its place."""
         place = 0
         for entry in bucket.entries:

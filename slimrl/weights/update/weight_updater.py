@@ -1,11 +1,12 @@
 """`WeightUpdater`: brings the trained weights into every inference server under a new version.
 
-Order of a push: servers stop (running requests end, or wait like new ones) and forget cached keys and values; they take
-all buckets, the next of which is packed while they read one; only when every server has them all, they get the new
-version, and only when each reports it, they go on. A server with pipeline stages is asked for a token then: its later
-stages read in their own time, and that proves that they have. A failed push is sent again from its beginning, and where
-that does not help either, all servers stay stopped: nothing is ever sampled from half of an update, nor from two
-versions. Collective over all trainer ranks, and an error on one rank is raised on all. Called by the train workers.
+Order of a weight update: servers stop (running requests end, or wait like new ones) and forget cached keys and values;
+they take all buckets, the next of which is packed while they read one; only when every server has them all, they get
+the new version, and only when each reports it, they go on. A server with pipeline stages is asked for a token then:
+its later stages read in their own time, and that proves that they have. A failed weight update is sent again from its
+beginning, and where that does not help either, all servers stay stopped: nothing is ever sampled from half of an
+update, nor from two versions. Collective over all trainer ranks, and an error on one rank is raised on all. Called by
+the train workers.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch import Tensor, nn
 
 from slimrl.engines.sglang.control import RunningRequests
 from slimrl.engines.sglang.control import ServerControl as SglangServerControl
-from slimrl.models.families import Family, family_for
+from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelShape
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
-from slimrl.weights.update.buckets import Lanes, Transport, iter_buckets
+from slimrl.weights.update.buckets import Transport, TransportGroup, iter_buckets
 from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all, states, traced
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import (
     EngineEndpoint,
     RankGroups,
-    Roles,
+    SenderMap,
     check_without_stages,
     colocated_roles,
     partners,
@@ -47,19 +48,19 @@ from slimrl.weights.update.verify import Manifest, check_server, expected_checks
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
 
-__all__ = ["EngineEndpoint", "ModelSource", "PushReport", "WeightSyncError", "WeightUpdater"]
+__all__ = ["EngineEndpoint", "ModelSource", "WeightUpdateReport", "WeightSyncError", "WeightUpdater"]
 
 TIMEOUT_S = 300.0  # longest wait for one bucket or one answer
 BUCKET_BYTES = 512 * 1024**2
-ATTEMPTS = 3  # of one push, while every server answers
+ATTEMPTS = 3  # of one weight update, while every server answers
 PAUSE_BETWEEN_S = 1.0  # a server that is about to end needs a moment until it no longer answers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class PushReport:
-    """What one push took: bytes and buckets of the rank that sent most, seconds for all of it.
+class WeightUpdateReport:
+    """What one weight update took: bytes and buckets of the rank that sent most, seconds for all of it.
 
     `check_seconds` of them went into the proof of equality; `attempts` is 1 unless something failed on the way.
     """
@@ -76,12 +77,14 @@ class ModelSource:
     """What the updater must know of the model besides its tensors."""
 
     shape: ModelShape
-    family: Family
+    family: ModelMapping
     parallel: RankGroups
 
 
 class WeightUpdater:
-    """Make it by `create` (or `colocated`, `split`, `disk`), collectively over all trainer ranks; `push` often."""
+    """Make it by `create` (or `colocated`, `split`, `disk`), collectively over all trainer ranks; `update_weights`
+    often.
+    """
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class WeightUpdater:
     ) -> WeightUpdater:
         """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them.
 
-        In between `post_write` is called on every rank, with the folder of the push.
+        In between `post_write` is called on every rank, with the folder of the weight update.
         """
         check_without_stages(engines)
         servers, sizes = _connect(engines, timeout_s, timeline)
@@ -196,7 +199,7 @@ class WeightUpdater:
         cls,
         source: ModelSource,
         engines: Sequence[EngineEndpoint],
-        roles: Roles,
+        roles: SenderMap,
         bucket_bytes: int,
         timeout_s: float,
         timeline: Timeline | None,
@@ -204,12 +207,12 @@ class WeightUpdater:
         servers, sizes = _connect(engines, timeout_s, timeline)
         rank, device = source.parallel.rank, source.parallel.device
         links = []
-        for number, suppliers in roles.sharing.items():
+        for number, senders in roles.sharing.items():
             # every rank takes part in making each group, members or not
-            members = sorted(set(suppliers))
+            members = sorted(set(senders))
             group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
             if rank in members:
-                links.append(EngineLink(servers[number], sizes[number], suppliers, group))
+                links.append(EngineLink(servers[number], sizes[number], senders, group))
         transports: list[Transport] = [TensorTransport(links, device)] if links else []
         if roles.remote and rank == RANK_ZERO:
             remote, remote_sizes = [servers[n] for n in roles.remote], [sizes[n] for n in roles.remote]
@@ -219,21 +222,21 @@ class WeightUpdater:
             source, servers, sizes, transports, roles.senders, bucket_bytes, with_stages, PAUSE_BETWEEN_S, timeline
         )
 
-    def push(
+    def update_weights(
         self,
         model: nn.Module | Sequence[nn.Module],
         *,
         version: str,
         check_equal: bool = False,
         running: RunningRequests = "abort",
-    ) -> PushReport:
+    ) -> WeightUpdateReport:
         """Brings the weights of `model` into every server; collective over all trainer ranks.
 
         `model` is what this rank holds: a bare GPTModel, or its virtual stages. With `check_equal` every tensor in
         every server is compared with the trainer's before any server goes on. Running requests are given back ("abort")
-        or go on with the new weights and recomputed keys and values ("retract"). A push that fails is repeated up to
-        `ATTEMPTS` times, while all servers answer. Raises WeightSyncError, on every rank, with the reason and with how
-        each server stands; no server goes on then.
+        or go on with the new weights and recomputed keys and values ("retract"). A weight update that fails is repeated
+        up to `ATTEMPTS` times, while all servers answer. Raises WeightSyncError, on every rank, with the reason and
+        with how each server stands; no server goes on then.
         """
         started = time.monotonic()
         attempt, done = 1, None
@@ -248,7 +251,7 @@ class WeightUpdater:
         for transport in self._transports:
             transport.release()
         sent, check_seconds = done
-        return PushReport(*sent, time.monotonic() - started, check_seconds, attempt)
+        return WeightUpdateReport(*sent, time.monotonic() - started, check_seconds, attempt)
 
     def close(self) -> None:
         """Leaves what was joined and frees shared memory; this rank only."""
@@ -295,7 +298,7 @@ class WeightUpdater:
                 f" server goes on: {error}; {', '.join(str(state) for state in stand)}",
                 final=True,
             ) from error
-        logger.warning("attempt %d to push weight version %s failed and is repeated: %s", attempt, version, error)
+        logger.warning("attempt %d to update to weight version %s failed and is repeated: %s", attempt, version, error)
         time.sleep(self._pause_between_s)
 
     def _begin(self, running: RunningRequests) -> None:
@@ -307,7 +310,9 @@ class WeightUpdater:
         other = {server.url: found for server, found in zip(self._servers, reported, strict=True) if found != version}
         if other:
             names = ", ".join(f"{url} reports {found!r}" for url, found in other.items())
-            raise WeightSyncError(f"after the push of weight version {version!r}, {names}: its weights are not the new")
+            raise WeightSyncError(
+                f"after the update to weight version {version!r}, {names}: its weights are not the new"
+            )
 
     def _go_on(self) -> None:
         """All servers hold the same version now: one that fails here leaves no mixture behind."""
@@ -332,11 +337,11 @@ class WeightUpdater:
     def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
         num_bytes = buckets = 0
         family, shape = self._source.family, self._source.shape
-        lanes, manifest = Lanes(self._transports), Manifest(family, shape)
+        lanes, manifest = TransportGroup(self._transports), Manifest(family, shape)
         together = family.names_with_next(shape)
         for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer, together):
             num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
-            manifest.tick_off(bucket)
+            manifest.check_off(bucket)
             lanes.run(lambda transport: transport.finish())
             lanes.run(lambda transport, bucket=bucket: transport.start(bucket))
         lanes.run(lambda transport: transport.finish())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.dry_run import Machine, Surroundings, make_plan, refusals, warnings
+from slimrl.arguments.dry_run import Machine, PlanContext, make_plan, refusals, warnings
 from slimrl.arguments.dry_run.render import render, table
 from slimrl.engines.sglang.server_args import server_flags
 from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
@@ -21,8 +21,8 @@ from tests.arguments.plan.test_files import safetensors
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
-HERE = Surroundings(Machine(gpus=(), host=None))
-H100S = Surroundings(Machine(gpus=(80 * GIB,) * 8, host=None))
+HERE = PlanContext(Machine(gpus=(), host=None))
+H100S = PlanContext(Machine(gpus=(80 * GIB,) * 8, host=None))
 
 
 def plan_of(recipe, more="", *, placement=COLOCATED, around=HERE, entry="train.py"):
@@ -106,11 +106,11 @@ def test_a_reward_model_that_does_not_fit_is_refused(recipe, judge):
     flags = f"--rm-type reward_model --rm-model {judge}"
     small = plan_of(recipe, f"{flags} --gpu-memory-gib 0.000004")
     assert any(sentence.startswith("the reward model's weights take ") for sentence in sentences(small))
-    few = plan_of(recipe, flags, around=Surroundings(Machine((), None), nodes=[8]))
+    few = plan_of(recipe, flags, around=PlanContext(Machine((), None), nodes=[8]))
     (sentence,) = sentences(few)
     assert "ask for 9 GPUs (8 for training, 8 for engines, the same ones, 1 for the reward model)" in sentence
     flags = f"{flags} --rm-num-gpus 2 --rm-num-gpus-per-engine 2"
-    split = plan_of(recipe, flags, around=Surroundings(Machine((), None), nodes=[9, 9]))
+    split = plan_of(recipe, flags, around=PlanContext(Machine((), None), nodes=[9, 9]))
     (sentence,) = sentences(split)
     assert sentence.startswith(
         "server 0 of the reward model would get the GPUs 8 to 9: 1 of the 9 on node 0, 1 of the 1"
@@ -161,9 +161,9 @@ def test_a_recipe_that_fits_is_not_refused(recipe):
 
 
 def test_a_cluster_with_too_few_gpus_is_refused(recipe):
-    (sentence,) = sentences(plan_of(recipe, around=Surroundings(Machine((), None), nodes=[4])))
+    (sentence,) = sentences(plan_of(recipe, around=PlanContext(Machine((), None), nodes=[4])))
     assert "ask for 8 GPUs (8 for training, 8 for engines, the same ones) and the Ray cluster has 4" in sentence
-    alone = Surroundings(Machine(gpus=(80 * GIB,) * 4, host=None))
+    alone = PlanContext(Machine(gpus=(80 * GIB,) * 4, host=None))
     assert "outside a Ray cluster this machine has 4" in sentences(plan_of(recipe, around=alone))[0]
 
 
@@ -177,13 +177,13 @@ def test_an_engine_across_nodes_is_refused(recipe):
 
 
 def test_an_engine_may_fill_whole_nodes(recipe):
-    around = Surroundings(Machine((), None), nodes=[4, 4, 4])
+    around = PlanContext(Machine((), None), nodes=[4, 4, 4])
     placement = "--actor-num-gpus-per-node 4 --rollout-num-gpus 8"
     assert sentences(plan_of(recipe, "--rollout-num-gpus-per-engine 8", placement=placement, around=around)) == []
 
 
 def test_a_layer_shared_across_nodes_is_refused(recipe):
-    around = Surroundings(Machine((), None), nodes=[3, 3])
+    around = PlanContext(Machine((), None), nodes=[3, 3])
     placement = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --rollout-num-gpus 2"
     (sentence,) = sentences(plan_of(recipe, placement=placement, more="--rollout-num-gpus-per-engine 1", around=around))
     assert "training GPUs 2 to 3 share layers (--tensor-model-parallel-size 2) and lie on nodes 0 and 1" in sentence
@@ -271,14 +271,14 @@ def test_a_cache_too_small_for_one_sample_is_refused(recipe):
 
 
 def test_without_gpus_all_gpus_draw_on_the_machines_memory(recipe):
-    around = Surroundings(Machine(gpus=(), host=15 * GIB), nodes=[8])
+    around = PlanContext(Machine(gpus=(), host=15 * GIB), nodes=[8])
     (sentence,) = sentences(plan_of(recipe, around=around))
     assert "this machine has no GPU and 15.00 GiB of memory; 8 training GPUs take" in sentence
     assert sentences(plan_of(recipe, "--gpu-memory-gib 141 --sglang-mem-fraction-static 0.5", around=around)) == []
 
 
 def test_a_plan_made_on_a_small_machine_may_be_for_another(recipe):
-    plan = plan_of(recipe, around=Surroundings(Machine(gpus=(), host=15 * GIB)))
+    plan = plan_of(recipe, around=PlanContext(Machine(gpus=(), host=15 * GIB)))
     assert sentences(plan) == []
     (warning,) = warnings(plan)
     assert "this machine has no GPU and 15.00 GiB of memory" in warning and "--gpu-memory-gib" in warning

@@ -38,7 +38,9 @@ def test_a_distributed_optimizer_is_divided_over_the_data_parallel_gpus():
 @pytest.mark.parametrize(
     ("strategy", "weights", "gradients"), [("optim", 1, 1), ("optim_grads", 1, 4), ("optim_grads_params", 4, 4)]
 )
-def test_megatron_fsdp_divides_what_its_strategy_names_and_gathers_weights_for_a_push(strategy, weights, gradients):
+def test_megatron_fsdp_divides_what_its_strategy_names_and_gathers_weights_for_a_weight_update(
+    strategy, weights, gradients
+):
     sharding = dict(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
     stage = only_stage(QWEN3_4B, TP2, bf16=True, use_distributed_optimizer=True, **sharding)
     assert (stage.weights, stage.gradients) == (2 * GPU // weights, 4 * GPU // gradients)

@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayT
 
 from slimrl.cluster import supervisor as supervise
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, brief
-from slimrl.cluster.watchdog import Awaited, Patience, WaitedTooLongError
+from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, WatchdogTimeoutError
 
 RAYS_PAGE = """1 worker(s) were killed due to the node running low on memory.
 Workers (tasks / actors) killed due to memory pressure (OOM),
@@ -47,9 +47,11 @@ class OneAfterTheOther:
 def test_a_wait_that_is_too_long_names_the_nodes_that_do_not_answer_first(monkeypatch):
     monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=lambda refs, **_: ([], refs)))
     silent = "node 10.0.0.2 has not answered on the network for 20 s"
-    supervisor = Supervisor(Patience(0, 1e-9), lambda: silent)
-    with pytest.raises(WaitedTooLongError, match=f"waiting 0 s for the push: {silent}; rank 1 cannot be asked"):
-        supervisor.get([Call()], Awaited("the push", lambda _: "rank 1 cannot be asked"))
+    supervisor = Supervisor(WatchdogConfig(0, 1e-9), lambda: silent)
+    with pytest.raises(
+        WatchdogTimeoutError, match=f"waiting 0 s for the weight update: {silent}; rank 1 cannot be asked"
+    ):
+        supervisor.get([Call()], WaitTarget("the weight update", lambda _: "rank 1 cannot be asked"))
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -57,7 +59,7 @@ def test_the_failures_of_the_other_ranks_are_taken_too_though_nobody_reads_them(
     monkeypatch.setattr(supervise, "ray", OneAfterTheOther())
     failure = RayTaskError("call", "a traceback of 100 lines", ValueError("no server")) if failed else None
     calls = [Call(), Call(failure), Call(failure)]
-    awaited, supervisor = Awaited("the push", lambda _: ""), Supervisor(Patience(0, None))
+    awaited, supervisor = WaitTarget("the weight update", lambda _: ""), Supervisor(WatchdogConfig(0, None))
     if failed:
         with pytest.raises(ValueError, match="no server"):
             supervisor.get(calls, awaited)
@@ -79,22 +81,22 @@ def heeding(monkeypatch, error: Exception) -> Supervisor:
         return [ref for ref in refs if ref == "news"] or [ref for ref in refs if ref == "watch"], []
 
     monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=wait, get=get))
-    supervisor = Supervisor(Patience(0, None))
+    supervisor = Supervisor(WatchdogConfig(0, None))
     supervisor.watch("watch", lambda _: "the rollout manager died")
-    supervisor.attend(types.SimpleNamespace(news=lambda: "news", act=act))
+    supervisor.set_event_handler(types.SimpleNamespace(news=lambda: "news", act=act))
     return supervisor
 
 
 def test_news_that_end_with_their_actor_name_who_died(monkeypatch):
     supervisor = heeding(monkeypatch, ActorDiedError())
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
-        supervisor.get([Call()], Awaited("a call", lambda _: ""))
+        supervisor.get([Call()], WaitTarget("a call", lambda _: ""))
 
 
 def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
     supervisor = heeding(monkeypatch, RayTaskError("news", "", ValueError("an echo")))
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
-        supervisor.get([Call()], Awaited("a call", lambda _: ""))
+        supervisor.get([Call()], WaitTarget("a call", lambda _: ""))
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,12 @@ def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_page_about_memory_becomes_a_sentence_with_its_numbers(monkeypatch, error, watched):
     monkeypatch.setattr(supervise, "ray", OneAfterTheOther())
-    supervisor = Supervisor(Patience(0, None))
+    supervisor = Supervisor(WatchdogConfig(0, None))
     died = Call(error)
     if watched:
         supervisor.watch(died, lambda why: f"train worker rank 1 died: {why}")
     with pytest.raises(ProcessDiedError) as failure:
-        supervisor.get([Call() if watched else died], Awaited("train of rollout 3", lambda _: ""))
+        supervisor.get([Call() if watched else died], WaitTarget("train of rollout 3", lambda _: ""))
     assert str(failure.value) == ("train worker rank 1 died: " if watched else "") + (
         "Ray ended process 4711, which had 11.5 GB, for want of memory: 29.8 of the 31.2 GB of machine 10.0.0.7 were in"
         " use; give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each GPU"

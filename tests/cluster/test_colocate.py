@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from slimrl.cluster.colocate import Turns
+from slimrl.cluster.colocate import ColocatedMemory
 
 
 class Events:
@@ -33,64 +33,64 @@ class Events:
         yield
 
 
-def loop(turns: Turns, events: Events, steps: int) -> None:
+def loop(turns: ColocatedMemory, events: Events, steps: int) -> None:
     """What the synchronous loop does."""
-    with turns.push():
-        events.seen.append("push")
+    with turns.weight_update():
+        events.seen.append("weight_update")
     for _ in range(steps):
         events.seen.append("generate")
-        turns.begin_training()
+        turns.onload_trainer()
         events.seen += ["train", "save"]
-        with turns.push():
-            events.seen.append("push")
+        with turns.weight_update():
+            events.seen.append("weight_update")
 
 
 PUSHED = [
     "training keeps its weights",
     "engines resume weights",
-    "push",
+    "weight_update",
     "training sleeps",
     "engines resume kv_cache cuda_graph",
 ]
 
 
-def test_memory_changes_hands_around_training_and_around_the_push():
+def test_memory_changes_hands_around_training_and_around_the_weight_update():
     events = Events()
-    loop(Turns(events, events, events.timed), events, steps=2)
+    loop(ColocatedMemory(events, events, events.timed), events, steps=2)
     step = ["generate", "engines release", "training wakes", "train", "save", *PUSHED]
     assert events.seen == [*PUSHED, *step, *step]
-    pushed = ["park_training", "resume_engines", "park_training", "resume_engines"]
-    assert events.phases == [*pushed, *(["release_engines", "wake_training", *pushed] * 2)]
+    updated = ["park_training", "resume_engines", "park_training", "resume_engines"]
+    assert events.phases == [*updated, *(["release_engines", "wake_training", *updated] * 2)]
 
 
-def test_an_engine_that_ends_a_push_with_a_token_has_its_cache_by_then():
+def test_an_engine_that_ends_a_weight_update_with_a_token_has_its_cache_by_then():
     events = Events()
-    loop(Turns(events, events, events.timed, tokens_with_push=True), events, steps=0)
+    loop(ColocatedMemory(events, events, events.timed, tokens_during_weight_update=True), events, steps=0)
     assert events.seen == [
         "training keeps its weights",
         "engines resume weights kv_cache cuda_graph",
-        "push",
+        "weight_update",
         "training sleeps",
     ]
 
 
 def test_each_side_can_stay_where_it_is():
     events = Events()
-    loop(Turns(None, events, events.timed), events, steps=1)
-    resumed = ["engines resume weights", "push", "engines resume kv_cache cuda_graph"]
+    loop(ColocatedMemory(None, events, events.timed), events, steps=1)
+    resumed = ["engines resume weights", "weight_update", "engines resume kv_cache cuda_graph"]
     assert events.seen == [*resumed, "generate", "engines release", "train", "save", *resumed]
     events = Events()
-    loop(Turns(events, None, events.timed), events, steps=1)
-    parked = ["training keeps its weights", "push", "training sleeps"]
+    loop(ColocatedMemory(events, None, events.timed), events, steps=1)
+    parked = ["training keeps its weights", "weight_update", "training sleeps"]
     assert events.seen == [*parked, "generate", "training wakes", "train", "save", *parked]
     events = Events()
-    loop(Turns(None, None, events.timed), events, steps=1)
-    assert events.seen == ["push", "generate", "train", "save", "push"] and events.phases == []
+    loop(ColocatedMemory(None, None, events.timed), events, steps=1)
+    assert events.seen == ["weight_update", "generate", "train", "save", "weight_update"] and events.phases == []
 
 
-def test_two_rounds_of_training_without_a_push_between_change_nothing():
+def test_two_rounds_of_training_without_a_weight_update_between_change_nothing():
     events = Events()
-    turns = Turns(events, events, events.timed)
-    turns.begin_training()  # at the start the engines are released and training is awake
-    turns.begin_training()
+    turns = ColocatedMemory(events, events, events.timed)
+    turns.onload_trainer()  # at the start the engines are released and training is awake
+    turns.onload_trainer()
     assert events.seen == []

@@ -53,17 +53,19 @@ def server_on(folders: list[Path], tmp_path: Path) -> Iterator[Callable[[int], s
         server.stop()
 
 
-def push(folder: Path, url: str, gpu: int, way: str, versions: list[str], tmp_path: Path) -> list:
+def update_weights(folder: Path, url: str, gpu: int, way: str, versions: list[str], tmp_path: Path) -> list:
     """The reports, or texts of errors, of a trainer on GPU 0."""
     args, engines = tiny_args(bf16=True), [EngineEndpoint(url, [gpu])]
     with RankPool(1) as pool:
-        (results,) = pool.run(ranks.pushes, args, folder, engines, way, versions, tmp_path / "updates", timeout_s=300)
+        (results,) = pool.run(
+            ranks.weight_updates, args, folder, engines, way, versions, tmp_path / "updates", timeout_s=300
+        )
     return results
 
 
 def test_a_server_on_the_same_gpu_opens_the_trainers_memory(server_on, folders, tmp_path):
     url = server_on(0)
-    first, second = push(folders[1], url, 0, "colocated", ["1", "2"], tmp_path)
+    first, second = update_weights(folders[1], url, 0, "colocated", ["1", "2"], tmp_path)
     assert (first.attempts, second.attempts) == (1, 1) and first.buckets > 5
     assert ServerControl(url).weight_version() == "2"
 
@@ -72,16 +74,18 @@ def test_a_server_on_the_same_gpu_opens_the_trainers_memory(server_on, folders, 
 @pytest.mark.parametrize("way", ["split", "disk"])
 def test_a_server_on_another_gpu_gets_the_weights(way, server_on, folders, tmp_path):
     url = server_on(1)
-    first, second = push(folders[1], url, 1, way, ["1", "2"], tmp_path)
+    first, second = update_weights(folders[1], url, 1, way, ["1", "2"], tmp_path)
     assert (first.attempts, second.attempts) == (1, 1)
     assert ServerControl(url).weight_version() == "2"
 
 
 @needs(gpus=2)
 def test_a_bucket_that_nobody_receives_leaves_no_broadcast_behind(server_on, folders, tmp_path):
-    """NCCL's broadcast never returns by itself: the push must end it, and then either arrive or say that it did not."""
+    """NCCL's broadcast never returns by itself: the weight update must end it, and then either arrive or say that it
+    did not.
+    """
     with Proxy(server_on(1)) as proxy:
         proxy.tamper(UPDATES["split"], refuse, range(2, 3))
-        (result,) = push(folders[1], proxy.url, 1, "split", ["1"], tmp_path)
+        (result,) = update_weights(folders[1], proxy.url, 1, "split", ["1"], tmp_path)
     arrived = not isinstance(result, str)
     assert result.attempts == 2 if arrived else f"failed on {proxy.url}" in result

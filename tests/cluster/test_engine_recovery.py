@@ -16,17 +16,17 @@ import pytest
 
 from slimrl.cluster.engines import engine_recovery as recovery_module
 from slimrl.cluster.engines import router_supervisor
-from slimrl.cluster.engines.engine import Engine, ServerEnd
+from slimrl.cluster.engines.engine import Engine, ServerExit
 from slimrl.cluster.engines.engine_group import ExternalEngine
-from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, Recovery
-from slimrl.cluster.engines.health_monitor import HealthFlags, HealthMonitor
+from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, EngineRecovery
+from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
 from slimrl.engines.sglang.control import ServerLoad
 from slimrl.engines.sglang.engine_memory import EVERYTHING, EngineMemory
 from slimrl.processes import ProcessStartError
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import free_port
 
-NEVER = HealthFlags(1000.0, 1000.0, 0.0)
+NEVER = HealthConfig(1000.0, 1000.0, 0.0)
 
 
 class FakeEngine:
@@ -39,7 +39,7 @@ class FakeEngine:
         self.name = f"{index}.{life}"
         self.url = url or f"http://127.0.0.1:{1000 + 10 * index + life}"
         self.done: list[str] = []
-        self.end: asyncio.Future[ServerEnd] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[ServerExit] = asyncio.get_running_loop().create_future()
 
     @property
     def endpoint(self) -> EngineEndpoint:
@@ -47,10 +47,10 @@ class FakeEngine:
 
     def die(self) -> None:
         self.end.set_result(
-            ServerEnd(f"SGLang server {self.name} died with exit code -9", Path("log"), "its last words")
+            ServerExit(f"SGLang server {self.name} died with exit code -9", Path("log"), "its last words")
         )
 
-    async def watch(self) -> ServerEnd:
+    async def watch(self) -> ServerExit:
         return await self.end
 
     async def start(self, timeout_s: float) -> None:
@@ -108,18 +108,18 @@ class FakeFleet:
         self.router = FakeRouter()
         self.router.known = [engine.url for engine in self.engines]
 
-    def renew(self, index: int) -> FakeEngine:
+    def replace_engine(self, index: int) -> FakeEngine:
         old = self.engines[index]
         self.engines[index] = FakeEngine(index, old.life + 1, old.url if self.same_urls else None)
         return self.engines[index]
 
 
 @contextlib.asynccontextmanager
-async def recovering(count: int = 2, flags: HealthFlags = NEVER, *, weights_come: bool = True):
+async def recovering(count: int = 2, flags: HealthConfig = NEVER, *, weights_come: bool = True):
     fleet = FakeFleet(count)
     client = types.SimpleNamespace(server_urls=[engine.url for engine in fleet.engines], resent=0)
     memory = EngineMemory([])
-    recovery = Recovery(flags, fleet, client, memory, weights_come=weights_come)
+    recovery = EngineRecovery(flags, fleet, client, memory, weights_come=weights_come)
     await asyncio.sleep(0)
     try:
         yield recovery, fleet, client, memory
@@ -148,9 +148,9 @@ def test_a_lost_server_is_ended_and_its_successor_is_asked_only_when_it_has_weig
             standing = await recovery.standing()
             assert ([endpoint.url for endpoint in standing.waiting], standing.serving) == ([new.url], 1)
 
-            assert await recovery.begin_push(True) == [new.endpoint]
+            assert await recovery.begin_weight_update(True) == [new.endpoint]
             assert fleet.router.known == [other.url]
-            await recovery.end_push([new.url], "7")
+            await recovery.end_weight_update([new.url], "7")
             assert sorted(fleet.router.known) == sorted(client.server_urls) == sorted([new.url, other.url])
             client.resent = 5
             assert recovery.take_metrics() == {
@@ -164,15 +164,15 @@ def test_a_lost_server_is_ended_and_its_successor_is_asked_only_when_it_has_weig
     asyncio.run(body())
 
 
-def test_a_server_that_came_back_at_its_address_during_a_push_does_not_serve_with_weights_it_was_not_given():
+def test_a_server_that_came_back_at_its_address_during_a_weight_update_does_not_serve_with_weights_it_was_not_given():
     async def body():
         async with recovering() as (recovery, fleet, client, _):
             fleet.same_urls = True
             back, other = fleet.engines
-            urls = [endpoint.url for endpoint in await recovery.begin_push(False)]
+            urls = [endpoint.url for endpoint in await recovery.begin_weight_update(False)]
             back.die()
             await until(lambda: recovery._places[0].phase.value == "waiting")
-            await recovery.end_push(urls, "7")
+            await recovery.end_weight_update(urls, "7")
             assert fleet.router.known == client.server_urls == [other.url]
             (waiting,) = (await recovery.standing()).waiting
             assert (waiting.url, waiting.life) == (back.url, 1)
@@ -180,7 +180,7 @@ def test_a_server_that_came_back_at_its_address_during_a_push_does_not_serve_wit
     asyncio.run(body())
 
 
-def test_a_failed_push_counts_a_server_that_came_back_at_its_address_as_lost(monkeypatch):
+def test_a_failed_weight_update_counts_a_server_that_came_back_at_its_address_as_lost(monkeypatch):
     monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
 
     async def body():
@@ -188,10 +188,10 @@ def test_a_failed_push_counts_a_server_that_came_back_at_its_address_as_lost(mon
             async with recovering() as (recovery, fleet, _, _memory):
                 fleet.same_urls = True
                 fleet.engines[1].url = well.url
-                urls = [endpoint.url for endpoint in await recovery.begin_push(False)]
+                urls = [endpoint.url for endpoint in await recovery.begin_weight_update(False)]
                 fleet.engines[0].die()
                 await until(lambda: recovery._places[0].phase.value == "waiting")
-                assert await recovery.push_failed(urls) == [urls[0]]
+                assert await recovery.weight_update_failed(urls) == [urls[0]]
 
     asyncio.run(body())
 
@@ -200,11 +200,11 @@ def test_nobody_blames_the_successor_of_a_server_that_was_ill(monkeypatch):
     monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
 
     async def body():
-        async with recovering(1, HealthFlags(1000.0, 0.5, 0.0)) as (recovery, fleet, _, _memory):
+        async with recovering(1, HealthConfig(1000.0, 0.5, 0.0)) as (recovery, fleet, _, _memory):
             first = fleet.engines[0]
             first.url = f"http://127.0.0.1:{free_port()}"  # nobody answers there
-            await recovery.begin_push(False)
-            failed = asyncio.create_task(recovery.push_failed([first.url]))
+            await recovery.begin_weight_update(False)
+            failed = asyncio.create_task(recovery.weight_update_failed([first.url]))
             await asyncio.sleep(0.1)  # the probe is under way
             first.die()
             await until(lambda: recovery._places[0].phase.value == "waiting")
@@ -272,12 +272,12 @@ def test_only_a_server_of_the_runs_is_said_to_be_replaced_and_started(monkeypatc
     asyncio.run(body())
 
 
-def test_a_whole_push_waits_for_a_server_where_there_is_none():
+def test_a_whole_weight_update_waits_for_a_server_where_there_is_none():
     async def body():
         async with recovering(1) as (recovery, fleet, _, _memory):
             fleet.engines[0].die()
             await recovery.news(0)
-            assert [endpoint.url for endpoint in await recovery.begin_push(False)] == [fleet.engines[0].url]
+            assert [endpoint.url for endpoint in await recovery.begin_weight_update(False)] == [fleet.engines[0].url]
             assert fleet.engines[0].life == 1
 
     asyncio.run(body())
@@ -374,10 +374,10 @@ class StandIn:
         self.server.server_close()
 
 
-def probed(server, *, pushing: bool = False) -> str | None:
+def probed(server, *, updating_weights: bool = False) -> str | None:
     async def body():
-        monitor = HealthMonitor(HealthFlags(0.01, 0.2, 0.0), 1)
-        monitor.pushing = pushing
+        monitor = HealthMonitor(HealthConfig(0.01, 0.2, 0.0), 1)
+        monitor.updating_weights = updating_weights
         try:
             return await monitor.probe(server)
         finally:
@@ -387,7 +387,7 @@ def probed(server, *, pushing: bool = False) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "answers", "pushing", "ill"),
+    ("silent_s", "answers", "updating_weights", "ill"),
     [
         (0.0, True, False, False),  # at work
         (60.0, True, False, False),  # idle or paused: it says nothing by itself, but answers
@@ -395,9 +395,9 @@ def probed(server, *, pushing: bool = False) -> str | None:
         (60.0, False, True, False),  # waits in a broadcast
     ],
 )
-def test_a_server_is_well_while_its_scheduler_speaks_or_answers(silent_s, answers, pushing, ill):
+def test_a_server_is_well_while_its_scheduler_speaks_or_answers(silent_s, answers, updating_weights, ill):
     with StandIn(silent_s, answers=answers, running=3) as server:
-        found = probed(server, pushing=pushing)
+        found = probed(server, updating_weights=updating_weights)
     expected = "has had a scheduler without a sign of life with 3 requests running and 0 queued for 0.2 s"
     assert found == (f"{expected} (--rollout-health-check-timeout)" if ill else None)
 
@@ -436,15 +436,15 @@ def test_a_log_that_nobody_reads_out_and_a_start_that_never_ends_stop_no_replace
     async def body():
         async with recovering(1) as (recovery, fleet, _, _memory):
             fleet.engines[0].last_log_lines = hang
-            renew, starts = fleet.renew, [hang]
+            replace_engine, starts = fleet.replace_engine, [hang]
 
             def renewed(index: int) -> FakeEngine:
-                engine = renew(index)
+                engine = replace_engine(index)
                 if starts:
                     engine.start = starts.pop()
                 return engine
 
-            fleet.renew = renewed
+            fleet.replace_engine = renewed
             recovery._blame(recovery._places[0], fleet.engines[0], "failed a call")
             await until(lambda: recovery._places[0].phase.value == "waiting")
             assert fleet.engines[0].life == 2
@@ -471,14 +471,14 @@ def test_training_that_waits_for_the_start_of_a_server_says_so():
     async def body():
         async with recovering(1) as (recovery, fleet, _, memory):
             memory.release = lambda: None
-            renew, started = fleet.renew, asyncio.Event()
+            replace_engine, started = fleet.replace_engine, asyncio.Event()
 
             def renewed(index: int) -> FakeEngine:
-                engine = renew(index)
+                engine = replace_engine(index)
                 engine.start = lambda _: started.wait()
                 return engine
 
-            fleet.renew = renewed
+            fleet.replace_engine = renewed
             fleet.engines[0].die()
             await until(lambda: fleet.engines[0].life == 1)
             release = asyncio.create_task(recovery.release_memory())

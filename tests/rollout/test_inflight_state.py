@@ -16,10 +16,10 @@ import torch
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.megatron.checkpoint.folder import encode_data_state
 from slimrl.rollout.asynchronous import inflight_state
-from slimrl.rollout.asynchronous.inflight_state import Drawn, Finished, plain_data
+from slimrl.rollout.asynchronous.inflight_state import FinishedGroup, InflightState, plain_data
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from tests.rollout.endless_functions import HERE, endless
-from tests.rollout.test_continuous import scripted
+from tests.rollout.async_helpers import HERE, endless
+from tests.rollout.test_async_rollout import scripted
 
 
 def through_a_checkpoint(state: dict) -> dict:
@@ -49,7 +49,7 @@ def test_groups_come_out_of_a_checkpoint_as_they_went_in(make_args, tokenizer):
     (under_way,) = source.get_samples(1)
     ones = [finished_sample(), finished_sample(loss_mask=None, rollout_log_probs=None, tokens=[])]
     odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # a function's own
-    state = Drawn([under_way], [Finished([*ones, odd], under_way, 3)]).added_to(source.state_dict())
+    state = InflightState([under_way], [FinishedGroup([*ones, odd], under_way, 3)]).added_to(source.state_dict())
     resumed = RolloutDataSource(make_args(), tokenizer)
     (found,) = inflight_state.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
     assert (found.group, found.drawn, found.oldest) == ([*ones, odd], under_way, 3)
@@ -58,7 +58,7 @@ def test_groups_come_out_of_a_checkpoint_as_they_went_in(make_args, tokenizer):
 
 def test_a_column_is_one_text_of_eight_bytes_a_token_and_a_checkpoint_with_lists_is_read_too(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
-    state = Drawn([[finished_sample()]], []).added_to(source.state_dict())
+    state = InflightState([[finished_sample()]], []).added_to(source.state_dict())
     ((packed,),) = state["drawn"]["under_way"]
     assert np.frombuffer(base64.b64decode(packed["tokens"]), "<i8").tolist() == [150_000, 3, 0, 2**31, 7]
     assert np.frombuffer(base64.b64decode(packed["rollout_log_probs"]), "<f8").tolist() == [-0.1, -1e-300, -17.25]
@@ -81,7 +81,7 @@ def test_what_a_function_attaches_and_numpys_numbers_do_not_keep_a_run_from_bein
 
     async def main():
         async with endless(args, tokenizer) as (generator, source, _):
-            generator.continuous.weights_are(0, 9)
+            generator.continuous.set_weight_version(0, 9)
             await generator.continuous.drain()
             return await generator.generate_rollout(0, source)
 
@@ -107,7 +107,7 @@ def test_what_no_checkpoint_can_hold_is_named_when_the_group_comes_in_where_the_
 
     async def main():
         async with endless(args, tokenizer) as (generator, source, _):
-            generator.continuous.weights_are(0, 9)
+            generator.continuous.set_weight_version(0, 9)
             return await generator.generate_rollout(0, source, saved=False)
 
     if not saves:

@@ -1,4 +1,4 @@
-"""The books of fully asynchronous runs: whatever is in flight, pushed, too old, crashed or resumed, they balance."""
+"""The books of fully asynchronous runs: whatever is in flight, updated, too old, crashed or resumed, they balance."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Run:
     metrics: list
     bounds: list
     state: dict
-    pushed_under_requests: int
+    updated_under_requests: int
     most: int
 
 
@@ -113,7 +113,7 @@ def run(
         stream = generator.continuous
         if saved[1] is not None:
             stream.restore(inflight_state.restore(source, json.loads(saved[1]), keeps_finished=True))
-        stream.weights_are(begin, end or rollouts)
+        stream.set_weight_version(begin, end or rollouts)
         work = asyncio.create_task(generator.generate_rollout(begin, source))
         try:
             for rollout in range(begin, rollouts):
@@ -137,7 +137,7 @@ def run(
                     assert engine.in_flight == 0
                 under_requests += engine.in_flight > 0
                 engine.version = rollout + 1
-                stream.weights_are(rollout + 1, end or rollouts)
+                stream.set_weight_version(rollout + 1, end or rollouts)
                 if rollout in evaluate_at:
                     await evaluate(generator, rollout)
             return None
@@ -214,7 +214,7 @@ def test_requests_stay_on_their_way_while_weights_change_and_nothing_becomes_too
     args = scripted(make_args, rollout_batch_size=4, n_samples_per_prompt=3)
     done = run(args, tokenizer, 14, slowest=6)
     check(done, args, tokenizer)
-    assert done.pushed_under_requests >= 6
+    assert done.updated_under_requests >= 6
     samples = [sample for groups in done.trained for group in groups for sample in group]
     assert sum(len(sample.version_spans) > 1 for sample in samples) > 20
     assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) == 0
@@ -225,7 +225,7 @@ def test_without_staleness_it_is_synchronous(make_args, tokenizer):
     args = scripted(make_args, max_weight_staleness=0)
     done = run(args, tokenizer, 8, slowest=4)
     check(done, args, tokenizer)
-    assert done.pushed_under_requests == 0
+    assert done.updated_under_requests == 0
     for rollout, groups in enumerate(done.trained):
         assert {tuple(map(tuple, s.version_spans)) for g in groups for s in g} == {
             ((str(rollout), s.response_length),) for g in groups for s in g
@@ -234,7 +234,7 @@ def test_without_staleness_it_is_synchronous(make_args, tokenizer):
         assert sorted(g[0].group_index for g in groups) == list(range(4 * rollout, 4 * rollout + 4))
 
 
-def test_a_drained_push_leaves_every_sample_with_one_version(make_args, tokenizer):
+def test_a_drained_weight_update_leaves_every_sample_with_one_version(make_args, tokenizer):
     args = scripted(make_args)
     done = run(args, tokenizer, 8, slowest=4, drained=True)
     check(done, args, tokenizer)
@@ -260,7 +260,7 @@ def test_an_evaluation_does_not_disturb_what_is_on_its_way(make_args, make_eval_
     args = scripted(make_args, eval_datasets=[dataset])
     done = run(args, tokenizer, 10, slowest=4, evaluate_at=(1, 4, 5))
     check(done, args, tokenizer)
-    assert done.pushed_under_requests > 0
+    assert done.updated_under_requests > 0
 
 
 def test_a_rollout_that_was_ready_took_the_time_since_the_one_before(make_args, tokenizer):
@@ -273,7 +273,7 @@ def test_a_rollout_that_was_ready_took_the_time_since_the_one_before(make_args, 
         began = time.perf_counter()
         try:
             for rollout in (0, 1):
-                generator.continuous.weights_are(rollout, 9)
+                generator.continuous.set_weight_version(rollout, 9)
                 await asyncio.sleep(0.2)  # training, while groups finish
                 output = await generator.generate_rollout(rollout, source)
                 times.append(output.seconds)
@@ -292,7 +292,7 @@ def test_a_rollout_out_of_turn_is_refused(make_args, tokenizer):
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator(args, tokenizer, GoingOnEngine(9, 1, 0))
         generator.generate_on(source, 100)
-        generator.continuous.weights_are(3, 9)
+        generator.continuous.set_weight_version(3, 9)
         try:
             with pytest.raises(ValueError, match="rollout 4 was asked for, and 3 is next"):
                 await generator.generate_rollout(4, source)
@@ -314,7 +314,7 @@ def test_a_failure_on_the_way_is_told_with_the_next_rollout_and_while_draining(m
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator(args, tokenizer, Failing(9, 1, 0))
         generator.generate_on(source, 100)
-        generator.continuous.weights_are(0, 9)
+        generator.continuous.set_weight_version(0, 9)
         try:
             with pytest.raises(RuntimeError, match=r"generation of sample \d+ .* failed: ConnectionError: no server"):
                 await asyncio.wait_for(ask(generator, source), 10)

@@ -1,13 +1,14 @@
-"""How fast new weights reach a server: the shared-memory bucket beside memcpy, and whole pushes into a real server.
+"""How fast new weights reach a server: the shared-memory bucket beside memcpy, and whole weight updates into a real
+server.
 
-    python benchmarks/weight_push.py [--rounds 5] [--parts buckets,tiny,0.6b] [--bucket-mib 128]
+    python benchmarks/weight_update.py [--rounds 5] [--parts buckets,tiny,0.6b] [--bucket-mib 128]
 
 `buckets`: bytes per second of the 0.6B shape's weights, on one core each, in interleaved rounds: memcpy from one tensor
 into another; packed out of a Megatron model into the shared bucket; read out of a bucket by another process, which maps
 it anew as a server does; and the whole way, in which one bucket is packed while the other is read. Target: packing at
-half of memcpy or more. `tiny`, `0.6b`: seconds of a push into one real SGLang server (bf16, random weights), for each
-transport, the peak memory above that before the push, of this process and of the server, and the cost of the proof of
-equality. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.
+half of memcpy or more. `tiny`, `0.6b`: seconds of a weight update into one real SGLang server (bf16, random weights),
+for each transport, the peak memory above that before the weight update, of this process and of the server, and the cost
+of the proof of equality. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from slimrl.weights.safetensors_writer import ShardWriter, TensorSpec, plan_shar
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_tensor import HostSharedBuffer, TwoSharedInTurn, serialize
+from slimrl.weights.update.transport_tensor import HostSharedBuffer, SharedDoubleBuffer, serialize
 from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater
 
 FAMILY = family_for({"model_type": "qwen3"})
@@ -118,7 +119,7 @@ class Buckets:
         self._sources = [torch.empty_like(tensor).copy_(tensor) for _, tensor in self._export()]
         self._targets = [torch.zeros_like(tensor) for tensor in self._sources]
         self.num_bytes = sum(tensor.nbytes for tensor in self._sources)
-        self._buffer = TwoSharedInTurn(HostSharedBuffer(), HostSharedBuffer())
+        self._buffer = SharedDoubleBuffer(HostSharedBuffer(), HostSharedBuffer())
         ours, theirs = multiprocessing.Pipe()
         shapes = [(name, tuple(tensor.shape)) for name, tensor in self._export()]
         context = multiprocessing.get_context("spawn")
@@ -228,7 +229,7 @@ def below(pid: int) -> list[int]:
     return children + [deeper for child in children for deeper in below(child)]
 
 
-def measure_pushes(name: str, rounds: int, bucket_bytes: int) -> None:
+def measure_weight_updates(name: str, rounds: int, bucket_bytes: int) -> None:
     args = arguments(name)
     shape = ModelShape.from_args(args)
     built, state = build(args)
@@ -247,9 +248,9 @@ def measure_pushes(name: str, rounds: int, bucket_bytes: int) -> None:
                 more = (Path(temporary) / "updates",) if way == "disk" else ()
                 updater = getattr(WeightUpdater, way)(source, [engine], *more, bucket_bytes=bucket_bytes)
                 memory, there = Memory([own]), Memory(below(server.pid))
-                reports = [updater.push(built, version=f"{way} {n}") for n in range(1 + rounds)]
+                reports = [updater.update_weights(built, version=f"{way} {n}") for n in range(1 + rounds)]
                 peaks = memory.peak() / MIB, there.peak() / MIB
-                checked = updater.push(built, version=f"{way} checked", check_equal=True)
+                checked = updater.update_weights(built, version=f"{way} checked", check_equal=True)
                 updater.close()
                 later = statistics.median(report.seconds for report in reports[1:])
                 print(
@@ -266,7 +267,7 @@ def measure(part: str, rounds: int, bucket_bytes: int) -> None:
     if part == "buckets":
         measure_buckets(rounds, bucket_bytes)
     else:
-        measure_pushes(part, rounds, bucket_bytes)
+        measure_weight_updates(part, rounds, bucket_bytes)
     parallel.shutdown()
 
 

@@ -1,4 +1,6 @@
-"""Generation without end, one step at a time: failures, skipped pushes, what is too old, what came from elsewhere."""
+"""Generation without end, one step at a time: failures, skipped weight updates, what is too old, what came from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.engines.protocol import Generation
 from slimrl.hooks import HookFailedError
 from slimrl.rollout.asynchronous import inflight_state
-from slimrl.rollout.asynchronous.inflight_state import Finished
+from slimrl.rollout.asynchronous.inflight_state import FinishedGroup
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.generation.sample_generator import SampleError
-from tests.rollout.endless_functions import HERE, endless, turns
-from tests.rollout.test_continuous import GoingOnEngine, left, scripted
+from tests.rollout.async_helpers import HERE, endless, turns
+from tests.rollout.test_async_rollout import GoingOnEngine, left, scripted
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_after_a_filter_has_failed_nothing_is_handed_out_that_a_checkpoint_could
 
     async def main():
         async with endless(args, tokenizer) as (generator, source, _):
-            generator.continuous.weights_are(0, 9)
+            generator.continuous.set_weight_version(0, 9)
             await turns(400)  # a batch of four is there
             assert generator.progress() == (8, 8)
             with pytest.raises(HookFailedError, match="boom"):
@@ -61,10 +63,10 @@ def test_a_failure_of_the_last_group_on_its_way_is_told_by_the_drain(make, token
         async with endless(args, tokenizer) as (generator, source, engine):
             for rollout in range(at):
                 engine.version = rollout
-                generator.continuous.weights_are(rollout, 9)
+                generator.continuous.set_weight_version(rollout, 9)
                 await generator.generate_rollout(rollout, source)
             engine.version = at
-            generator.continuous.weights_are(at, 9)
+            generator.continuous.set_weight_version(at, 9)
             await turns(400)
             with pytest.raises(error, match="mine|boom"):
                 await generator.continuous.drain()
@@ -77,7 +79,7 @@ async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1
     outputs = []
     async with endless(args, tokenizer, GoingOnEngine(gpus, 3, 0), requests=requests) as (generator, source, engine):
         engine.version = start
-        generator.continuous.weights_are(start, end)
+        generator.continuous.set_weight_version(start, end)
         work = asyncio.create_task(generator.generate_rollout(start, source))
         try:
             for rollout in range(start, end):
@@ -90,7 +92,7 @@ async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1
                         await asyncio.wait_for(generator.continuous.drain(), 10)
                         assert engine.in_flight == 0
                     engine.version = rollout + 1
-                    generator.continuous.weights_are(rollout + 1, end)
+                    generator.continuous.set_weight_version(rollout + 1, end)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -100,14 +102,16 @@ async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1
 @pytest.mark.parametrize(("interval", "bound"), [(1, 0), (2, 1), (3, 2), (3, 3), (4, 3)])
 @pytest.mark.parametrize(("start", "drained"), [(0, False), (1, True), (5, False), (5, True)])
 @pytest.mark.parametrize(("requests", "gpus"), [(1000, 1000), (1, 2)])
-def test_the_bound_holds_where_pushes_are_skipped(make, tokenizer, interval, bound, start, drained, requests, gpus):
+def test_the_bound_holds_where_weight_updates_are_skipped(
+    make, tokenizer, interval, bound, start, drained, requests, gpus
+):
     args = make(max_weight_staleness=bound, n_samples_per_prompt=3)
     options = {"drained": drained, "requests": requests, "gpus": gpus}
     outputs = asyncio.run(rollouts(args, tokenizer, interval, start, 12, **options))
     assert len(outputs) == 12 - start
     oldest = [rollout - min(map(int, versions(o.groups))) for rollout, o in enumerate(outputs, start)]
     assert max(oldest) <= bound
-    assert max(oldest) >= interval - 1  # between two pushes nothing newer is there
+    assert max(oldest) >= interval - 1  # between two weight updates nothing newer is there
     assert sum(output.metrics["rollout/staleness/dropped"] for output in outputs) == 0
 
 
@@ -160,7 +164,7 @@ def test_what_unknown_or_too_old_weights_began_is_trained_on_from_its_prompt_alo
         async with endless(args, tokenizer) as (generator, source, engine):
             engine.version = 6
             generator.continuous.restore(inflight_state.restore(source, state, keeps_finished=True))
-            generator.continuous.weights_are(6, 7)
+            generator.continuous.set_weight_version(6, 7)
             output = await generator.generate_rollout(6, source)
         assert sorted(numbers(output.groups)) == [0, 1, 2, 3]
         for sample in (sample for group in output.groups for sample in group):
@@ -170,7 +174,7 @@ def test_what_unknown_or_too_old_weights_began_is_trained_on_from_its_prompt_alo
     asyncio.run(main())
 
 
-def finished(source: RolloutDataSource, count: int, version: int) -> list[Finished]:
+def finished(source: RolloutDataSource, count: int, version: int) -> list[FinishedGroup]:
     """Groups as `version` would have finished them."""
     made = []
     for group in source.get_samples(count):
@@ -181,7 +185,7 @@ def finished(source: RolloutDataSource, count: int, version: int) -> list[Finish
         for sample in done:
             sample.rollout_log_probs, sample.version_spans = [-1.0], [[str(version), 1]]
             sample.reward, sample.status = 1.0, SampleStatus.COMPLETED
-        made.append(Finished(done, group, version))
+        made.append(FinishedGroup(done, group, version))
     return made
 
 
@@ -191,7 +195,7 @@ def test_finished_groups_of_weights_that_are_yet_to_come_begin_anew(make, tokeni
     async def main():
         async with endless(args, tokenizer) as (generator, source, _):
             generator.continuous.restore(finished(source, 4, 7))
-            generator.continuous.weights_are(0, 1)  # --start-rollout-id 0
+            generator.continuous.set_weight_version(0, 1)  # --start-rollout-id 0
             output = await generator.generate_rollout(0, source)
         assert sorted(numbers(output.groups)) == [0, 1, 2, 3] and versions(output.groups) == {"0"}
 
@@ -205,9 +209,9 @@ def test_finished_groups_that_the_next_rollout_cannot_take_any_more_begin_anew_b
         async with endless(args, tokenizer) as (generator, source, engine):
             engine.version = 6
             generator.continuous.restore(finished(source, 6, 5))
-            generator.continuous.weights_are(6, 9)
+            generator.continuous.set_weight_version(6, 9)
             first = await generator.generate_rollout(6, source)
-            second = await generator.generate_rollout(7, source)  # without a push between
+            second = await generator.generate_rollout(7, source)  # without a weight update between
         assert versions(first.groups) == {"5"} and versions(second.groups) == {"6"}
         assert first.metrics["rollout/staleness/dropped"] + second.metrics["rollout/staleness/dropped"] == 4
 
@@ -239,9 +243,9 @@ def test_where_the_engines_do_not_say_their_weights_a_group_is_as_old_as_those_i
     async def main():
         async with endless(args, tokenizer, Gated()) as (generator, source, engine):
             stream = generator.continuous
-            stream.weights_are(0, 9)
+            stream.set_weight_version(0, 9)
             await turns(5)
-            stream.weights_are(1, 9)
+            stream.set_weight_version(1, 9)
             engine.gate.set()
             await stream.drain()
             assert Counter(one.oldest for one in stream.drawn().finished) == {0: 12, 1: 4}
@@ -256,11 +260,11 @@ def test_servers_that_are_replaced_while_a_run_drains_do_not_set_generation_goin
         engine = GoingOnEngine(1000, 3, 0)
         async with endless(args, tokenizer, engine, requests=2) as (generator, _, _):  # a group at a time
             stream = generator.continuous
-            stream.weights_are(0, 9)
+            stream.set_weight_version(0, 9)
             await turns(5)
             draining = asyncio.create_task(stream.drain())
             await turns(5)
-            stream.weights_are(0, 9)
+            stream.set_weight_version(0, 9)
             await asyncio.wait_for(draining, 10)
             assert engine.in_flight == 0
             assert len(stream.drawn().finished) <= 3  # there is room for twelve
@@ -285,7 +289,7 @@ def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_dr
                 args, tokenizer, 4, version_spans=[["6", 2]], weight_versions=["6"], metadata={"seen": {"by": []}}
             )
             inflight_state.restore(source, state, keeps_finished=True)
-            generator.continuous.weights_are(6, 7)
+            generator.continuous.set_weight_version(6, 7)
             await generator.continuous.drain()
             ones = generator.continuous.drawn().finished
             assert {sample.tokens[0] for one in ones for sample in one.group} == {77}
@@ -301,10 +305,10 @@ def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_dr
 def test_where_the_data_stand_is_said_only_where_it_is_saved(make, tokenizer):
     async def main():
         async with endless(make(), tokenizer) as (generator, source, engine):
-            generator.continuous.weights_are(0, 9)
+            generator.continuous.set_weight_version(0, 9)
             first = await generator.generate_rollout(0, source, saved=False)
             engine.version = 1
-            generator.continuous.weights_are(1, 9)
+            generator.continuous.set_weight_version(1, 9)
             second = await generator.generate_rollout(1, source)
         assert first.data_state is None
         known = numbers(first.groups) + numbers(second.groups) + left(second.data_state)

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from slimrl.cluster.engines import engine as engine_module
 from slimrl.cluster.engines.engine import Engine
-from slimrl.cluster.engines.engine_group import Fleet
+from slimrl.cluster.engines.engine_group import EngineGroup
 
 
 class FakeActor:
@@ -78,7 +78,7 @@ def test_a_fleet_ends_every_server_before_it_raises_the_failure_of_one():
 
     async def body():
         with pytest.raises(OSError, match="it does not end"):
-            await Fleet(engines, [], router, "", 30.0).close()
+            await EngineGroup(engines, [], router, "", 30.0).close()
 
     asyncio.run(body())
     assert engines[1].closed

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from slimrl.rollout.generation import sample_tracker
-from slimrl.rollout.generation.sample_tracker import LoopWatch
+from slimrl.rollout.generation.sample_tracker import LoopMonitor
 
 
 @pytest.fixture
@@ -29,15 +29,15 @@ def test_a_loop_that_a_callback_ended_is_told_from_one_that_turns(loop, monkeypa
     monkeypatch.setattr(sample_tracker, "_LOOK_INTERVAL_S", 0.01)
 
     async def make():
-        return LoopWatch()
+        return LoopMonitor()
 
     async def main():
         watch = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
         ended = asyncio.ensure_future(watch.ended())
         await asyncio.sleep(0.05)
-        assert not ended.done() and await watch.blocked_at() == ""
+        assert not ended.done() and await watch.blocked_line() == ""
         loop.call_soon_threadsafe(sys.exit)
-        return await asyncio.wait_for(ended, 10), await watch.blocked_at()
+        return await asyncio.wait_for(ended, 10), await watch.blocked_line()
 
     sentence, blocked = asyncio.run(main())
     assert "the event loop of the rollout manager was ended: a callback in it raised SystemExit" in sentence

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import needs
-from tests.gpu.test_weight_push import OPTIONS
+from tests.gpu.test_weight_update import OPTIONS
 from tests.megatron.tiny import save_qwen3
 from tests.weights import placements
 from tests.weights.placements import Placement

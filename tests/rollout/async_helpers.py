@@ -11,9 +11,9 @@ from slimrl.data.sample import SampleStatus
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from tests.rollout.test_continuous import GoingOnEngine
+from tests.rollout.test_async_rollout import GoingOnEngine
 
-HERE = "tests.rollout.endless_functions"
+HERE = "tests.rollout.async_helpers"
 
 
 async def turns(count: int) -> None:
@@ -24,7 +24,9 @@ async def turns(count: int) -> None:
 
 @contextlib.asynccontextmanager
 async def endless(args, tokenizer, engine=None, source=None, requests=1000):
-    """A generator whose generation without end is to be begun with `weights_are`, its data source and its engine."""
+    """A generator whose generation without end is to be begun with `set_weight_version`, its data source and its
+    engine.
+    """
     source = source or RolloutDataSource(args, tokenizer)
     engine = engine or GoingOnEngine(1000, 0, 0)
     generator = RolloutGenerator(args, tokenizer, engine)

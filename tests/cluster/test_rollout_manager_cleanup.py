@@ -11,9 +11,9 @@ import types
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.rollout_manager_proxy import ManagerEnd
+from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.protocol import EngineUnavailableError
-from slimrl.engines.sglang.router import RunningRouter
+from slimrl.engines.sglang.router import ExternalRouter
 from tests.megatron.launch import free_port
 
 OURS, ALSO_OURS, THEIRS = "http://10.0.0.1:1", "http://10.0.0.1:2", "http://10.0.0.2:1"
@@ -51,7 +51,7 @@ def users_router(*urls: str):
         server.shutdown()
 
 
-def ended(port, registered, error=None, *, known=(), pushing=None, **flags):
+def ended(port, registered, error=None, *, known=(), updating_weights=None, **flags):
     """Ends a run with `error` and returns what the manager was asked and told, in order."""
     calls = []
     args = Arguments(sglang_router_ip=port and "127.0.0.1", sglang_router_port=port, **flags)
@@ -60,8 +60,8 @@ def ended(port, registered, error=None, *, known=(), pushing=None, **flags):
         calls.append("asked")
         return registered
 
-    with contextlib.suppress(BaseException), ManagerEnd(args, ask, lambda: calls.append("killed")) as end:
-        end.knows(types.SimpleNamespace(pushing=pushing), known)
+    with contextlib.suppress(BaseException), RolloutManagerCleanup(args, ask, lambda: calls.append("killed")) as end:
+        end.set_started(types.SimpleNamespace(updating_weights=updating_weights), known)
         if error is not None:
             raise error
     return calls
@@ -69,7 +69,7 @@ def ended(port, registered, error=None, *, known=(), pushing=None, **flags):
 
 def test_a_router_of_the_users_keeps_the_servers_that_others_added():
     with users_router(THEIRS) as (port, known):
-        router = RunningRouter("127.0.0.1", port)
+        router = ExternalRouter("127.0.0.1", port)
         router.add_worker(OURS)
         router.add_worker(OURS)  # again: the one before is removed first
         router.add_worker(ALSO_OURS)
@@ -102,16 +102,19 @@ def test_a_run_that_ends_in_order_or_with_its_own_router_asks_nobody():
 
 def test_a_router_that_is_gone_does_not_hide_what_ended_the_run():
     args = Arguments(sglang_router_ip="127.0.0.1", sglang_router_port=free_port())
-    with pytest.raises(EngineUnavailableError, match="the cause"), ManagerEnd(args, lambda: [OURS], lambda: None):
+    with (
+        pytest.raises(EngineUnavailableError, match="the cause"),
+        RolloutManagerCleanup(args, lambda: [OURS], lambda: None),
+    ):
         raise EngineUnavailableError("the cause")
 
 
-def test_servers_that_may_hold_half_of_a_push_are_named(caplog):
+def test_servers_that_may_hold_half_of_a_weight_update_are_named(caplog):
     flags = {"rollout_external_engine_addrs": ["10.0.0.1:1", "10.0.0.1:2"]}
-    ended(None, None, KeyboardInterrupt(), pushing=7, **flags)
+    ended(None, None, KeyboardInterrupt(), updating_weights=7, **flags)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "while it pushed weights 7: the servers 10.0.0.1:1, 10.0.0.1:2 of --rollout-external-engine-addrs" in line
+    assert "while it updated weights 7: the servers 10.0.0.1:1, 10.0.0.1:2 of --rollout-external-engine-addrs" in line
     caplog.clear()
     ended(None, None, KeyboardInterrupt(), **flags)
-    ended(None, None, KeyboardInterrupt(), pushing=7)
+    ended(None, None, KeyboardInterrupt(), updating_weights=7)
     assert not caplog.records

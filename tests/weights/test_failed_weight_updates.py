@@ -1,4 +1,6 @@
-"""Pushes that fail on the way into two real servers, in every transport: repeated, or ended with no server going on."""
+"""Weight updates that fail on the way into two real servers, in every transport: repeated, or ended with no server
+going on.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,14 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def pushes(
+def weight_updates(
     pool, way: str, folder: Path, urls: list[str], versions: list[str], tmp_path: Path, left: int | None = None
 ) -> list:
-    """`left`: the last push is another updater's, to that many of the servers."""
+    """`left`: the last weight update is another updater's, to that many of the servers."""
     engines = [EngineEndpoint(url, gpus) for url, gpus in zip(urls, GPUS[way], strict=True)]
     more = (True, engines[:left]) if left else ()
     (results,) = pool.run(
-        ranks.pushes, tiny_args(), folder, engines, way, versions, tmp_path / "updates", *more, timeout_s=120
+        ranks.weight_updates, tiny_args(), folder, engines, way, versions, tmp_path / "updates", *more, timeout_s=120
     )
     return results
 
@@ -85,10 +87,10 @@ def holds_requests(url: str) -> bool:
 
 
 @pytest.mark.parametrize("way", UPDATES)
-def test_a_refused_bucket_is_followed_by_a_second_whole_push(way, servers, folders, pool, proxy, tmp_path):
+def test_a_refused_bucket_is_followed_by_a_second_whole_weight_update(way, servers, folders, pool, proxy, tmp_path):
     proxy.tamper(UPDATES[way], refuse, range(0, 1) if way == "disk" else range(2, 3))
     urls = [servers[0].url, proxy.url]
-    first, second = pushes(pool, way, folders[1], urls, [f"{way} 1", f"{way} 2"], tmp_path)
+    first, second = weight_updates(pool, way, folders[1], urls, [f"{way} 1", f"{way} 2"], tmp_path)
     assert (first.attempts, second.attempts) == (2, 1)
     assert first.bytes == second.bytes  # of the attempt that succeeded, which sent everything
     for server in servers:
@@ -99,7 +101,7 @@ def test_a_refused_bucket_is_followed_by_a_second_whole_push(way, servers, folde
 def test_values_changed_on_the_way_are_found_and_sent_again(servers, folders, pool, proxy, tmp_path):
     buckets = 14  # each call of the first attempt, none of the second
     proxy.tamper(UPDATES["colocated"], exchange_key_and_value, range(buckets))
-    (report,) = pushes(pool, "colocated", folders[1], [servers[0].url, proxy.url], ["3"], tmp_path)
+    (report,) = weight_updates(pool, "colocated", folders[1], [servers[0].url, proxy.url], ["3"], tmp_path)
     assert (report.attempts, report.buckets) == (2, buckets)
     assert 0 < report.check_seconds < report.seconds
     for server in servers:
@@ -111,7 +113,7 @@ def test_after_the_last_attempt_no_server_goes_on(way, servers, folders, pool, p
     before = version_of(servers[0])
     proxy.tamper(UPDATES[way], exchange_key_and_value, range(1000))
     urls = [servers[0].url, proxy.url]
-    (error,) = pushes(pool, way, folders[1], urls, [f"{way} 4"], tmp_path)
+    (error,) = weight_updates(pool, way, folders[1], urls, [f"{way} 4"], tmp_path)
     assert f"weight version '{way} 4' did not get into every server (3 of 3 attempts)" in error
     assert f"{proxy.url} rank 0: 1 of 18 tensors differ" in error and "layers.0.self_attn.qkv_proj" in error
     for url in urls:
@@ -119,13 +121,13 @@ def test_after_the_last_attempt_no_server_goes_on(way, servers, folders, pool, p
     assert [version_of(server) for server in servers] == [before, before]
     assert all(holds_requests(server.url) for server in servers)
     proxy.leave_alone()
-    (report,) = pushes(pool, way, folders[1], urls, [f"{way} 5"], tmp_path)
+    (report,) = weight_updates(pool, way, folders[1], urls, [f"{way} 5"], tmp_path)
     assert report.attempts == 1
     for server in servers:
         assert_serves(server.url, folders[1], f"{way} 5")
 
 
-def test_a_server_killed_in_mid_push_ends_it_at_once_and_the_others_can_be_pushed_to(
+def test_a_server_killed_in_mid_weight_update_ends_it_at_once_and_the_others_can_be_updated(
     servers, folders, pool, proxy, tmp_path
 ):
     before = version_of(servers[0])
@@ -136,7 +138,7 @@ def test_a_server_killed_in_mid_push_ends_it_at_once_and_the_others_can_be_pushe
 
     proxy.tamper(UPDATES["split"], kill, range(2, 3))
     urls = [servers[0].url, proxy.url]
-    error, report = pushes(pool, "split", folders[1], urls, ["6"], tmp_path, left=1)
+    error, report = weight_updates(pool, "split", folders[1], urls, ["6"], tmp_path, left=1)
     assert "(1 of 3 attempts)" in error and f"failed on {proxy.url}" in error
     assert f"{proxy.url} does not answer" in error
     assert f"{servers[0].url} is stopped and reports version {before!r}" in error

@@ -13,7 +13,7 @@ from slimrl.cluster import ray_session as ray_session_module
 from slimrl.cluster.placement import ENGINE_SHARE, TRAIN_SHARE, GpuBundle, GpuBundles, engine_parts, in_order, plan_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError, _own_signal_handler, check_gpus, ray_session
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor
-from slimrl.cluster.watchdog import Awaited, Patience, answers
+from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, answers
 
 
 def flags(**changes):
@@ -190,8 +190,8 @@ def test_a_train_worker_and_an_engine_share_a_gpu_and_a_death_ends_the_wait():
         assert len({(gpu.node_ip, gpu.gpu_id) for gpu in gpus.gpus}) == 2
         members = [Member.options(**gpus.options(0, share)).remote() for share in (TRAIN_SHARE, ENGINE_SHARE)]
         assert [ray.get(member.gpu.remote()) for member in members] == [[gpus.gpus[0].gpu_id]] * 2
-        supervisor = Supervisor(Patience(0, None))
-        awaited = Awaited("nothing", lambda _: "")
+        supervisor = Supervisor(WatchdogConfig(0, None))
+        awaited = WaitTarget("nothing", lambda _: "")
         for name, member in zip(("one", "two"), members, strict=True):
             supervisor.watch(member.watch.remote(), lambda error, name=name: f"{name} died")
         assert supervisor.get([members[0].gpu.remote()], awaited) == [[gpus.gpus[0].gpu_id]]
