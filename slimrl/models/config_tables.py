@@ -14,7 +14,7 @@ from slimrl.models.config_rows import (
     Config,
     FamilyTable,
     LayerPattern,
-    ParamMapping,
+    Row,
     Switch,
     Unsupported,
     always,
@@ -27,7 +27,7 @@ from slimrl.models.config_rows import (
 )
 
 
-def head_width(default: int | None = None) -> ParamMapping:
+def head_width(default: int | None = None) -> Row:
     """The width of a head: `default`, or the residual stream's share, where the file has none."""
 
     def read(config: Config) -> int | None:
@@ -52,7 +52,7 @@ def qkv_bias(default: bool) -> Switch:
 
 
 # A family's table is these rows, with its own in place of those of the same flag.
-COMMON: tuple[ParamMapping, ...] = (
+COMMON: tuple[Row, ...] = (
     value("num_layers", "num_hidden_layers"),
     value("hidden_size", "hidden_size"),
     value("ffn_hidden_size", "intermediate_size"),
@@ -94,7 +94,7 @@ PLAIN_ATTENTION = (
 NO_BIASES = (wrong("mlp_bias", False), wrong("attention_bias", False))
 
 
-def table(model_type: str, *rows: ParamMapping, unserved: tuple[Unsupported, ...] = PLAIN_ATTENTION) -> FamilyTable:
+def table(model_type: str, *rows: Row, unserved: tuple[Unsupported, ...] = PLAIN_ATTENTION) -> FamilyTable:
     """COMMON with the family's own rows."""
     return FamilyTable(model_type, {row.field: row for row in (*COMMON, *rows)}, unserved)
 
@@ -144,7 +144,7 @@ def _shared_width(config: Config) -> int | None:
     return count * width if count and width else None
 
 
-EXPERTS: tuple[ParamMapping, ...] = (
+EXPERTS: tuple[Row, ...] = (
     value("num_experts", "num_experts", "n_routed_experts", "num_local_experts", absent="a model without experts"),
     value("moe_router_topk", "num_experts_per_tok"),
     value("moe_ffn_hidden_size", "moe_intermediate_size", absent="no width of experts"),
@@ -152,7 +152,7 @@ EXPERTS: tuple[ParamMapping, ...] = (
     always("moe_shared_expert_gate", "--moe-shared-expert-gate", False),
 )
 # The weights of the chosen experts either add up to 1 (the same as a softmax over them), or are their share of all.
-SOFTMAX: tuple[ParamMapping, ...] = (
+SOFTMAX: tuple[Row, ...] = (
     LayerPattern("moe_layer_freq", ("decoder_sparse_step and mlp_only_layers",), _sparse_layers),
     computed("moe_router_score_function", "softmax scores, value", lambda _: "softmax"),
     switched("moe_router_pre_softmax", "--moe-router-pre-softmax", "norm_topk_prob", default=False, reverse=True),
@@ -161,7 +161,7 @@ SOFTMAX: tuple[ParamMapping, ...] = (
     computed("moe_router_num_groups", "no n_group, value", lambda _: 1, unset=1),
     computed("moe_router_group_topk", "no topk_group, value", lambda _: 1, unset=1),
 )
-SIGMOID: tuple[ParamMapping, ...] = (
+SIGMOID: tuple[Row, ...] = (
     computed(
         "moe_shared_expert_intermediate_size",
         "n_shared_experts x moe_intermediate_size",
@@ -184,7 +184,7 @@ SIGMOID: tuple[ParamMapping, ...] = (
     computed("moe_router_num_groups", "n_group", lambda config: first(config, "n_group", default=1), unset=1),
     computed("moe_router_group_topk", "topk_group", lambda config: first(config, "topk_group", default=1), unset=1),
 )
-LATENT: tuple[ParamMapping, ...] = (
+LATENT: tuple[Row, ...] = (
     always("multi_latent_attention", "--multi-latent-attention", True),
     value("q_lora_rank", "q_lora_rank", absent="queries without a latent vector"),
     value("kv_lora_rank", "kv_lora_rank"),
