@@ -1,12 +1,11 @@
 """`WeightUpdater`: brings the trained weights into every inference server under a new version.
 
-Order of a weight update: servers stop (running requests end, or wait like new ones) and forget cached keys and values;
-they take all buckets, the next of which is packed while they read one; only when every server has them all, they get
-the new version, and only when each reports it, they go on. A server with pipeline stages is asked for a token then:
-its later stages read in their own time, and that proves that they have. A failed weight update is sent again from its
-beginning, and where that does not help either, all servers stay stopped: nothing is ever sampled from half of an
-update, nor from two versions. Collective over all trainer ranks, and an error on one rank is raised on all. Called by
-the train workers.
+Order of an update: servers pause (running requests end, or wait like new ones) and drop cached keys and values; they
+read the buckets, the next of which is packed meanwhile; only when every server has them all, they get the new version,
+and only when each reports it, they resume. A server with pipeline stages is asked for a token then: its later stages
+read in their own time, and that proves that they have. A failed update is sent again from its beginning, and where that
+does not help either, all servers stay paused: nothing is ever sampled from half of an update, nor from two versions.
+Collective over all trainer ranks; an error on one rank is raised on all. Called by the train workers.
 """
 
 from __future__ import annotations
@@ -82,9 +81,7 @@ class ModelSource:
 
 
 class WeightUpdater:
-    """Make it by `create` (or `colocated`, `split`, `disk`), collectively over all trainer ranks; `update_weights`
-    often.
-    """
+    """Made by `create` (or `colocated`, `split`, `disk`), collectively over all trainer ranks."""
 
     def __init__(
         self,
