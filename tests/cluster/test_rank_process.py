@@ -45,7 +45,7 @@ def answers_of(rank, methods, monkeypatch):
     ours.send_bytes(pickle.dumps("setup"))
     answers = {}
     for method in methods:
-        ours.send_bytes(pickle.dumps((method, ())))
+        ours.send_bytes(pickle.dumps((getattr(rank, method), ())))
         answers[method] = []
         while not answers[method] or answers[method][-1][0] == "memory":
             assert ours.poll(30)

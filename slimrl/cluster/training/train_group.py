@@ -1,6 +1,7 @@
 """All training ranks as one, and the Ray actor around each: starts its process on its GPU, forwards calls, watches it.
 
-Calls go to every rank; answers come from rank 0.
+Each call goes to every rank: `TrainGroup.train` -> `TrainWorker.train` (Ray) -> `Rank.train` (socket) -> `MegatronTrainer`.
+Answers come from rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray import ObjectRef
@@ -26,6 +27,7 @@ from slimrl.cluster.launch import Launch, RankLocation, Rendezvous
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_messages import TrainInit, TrainReady
+from slimrl.cluster.training.train_process import Rank
 from slimrl.cluster.watchdog import RankStatus, WaitTarget, answers, format_rank_status
 from slimrl.platform.launch_env import network_of, rank_environment, usable_cores
 from slimrl.processes import ManagedProcess, importable, process_info
@@ -34,6 +36,8 @@ from slimrl.weights.update.weight_updater import EngineEndpoint
 
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
+
+Params, Result = ParamSpec("Params"), TypeVar("Result")
 
 
 class RankFailedError(RuntimeError):
@@ -125,20 +129,49 @@ class TrainWorker:
 
     def open_store(self) -> Rendezvous:
         """Where all ranks meet; for rank 0."""
-        return self.call("open_store", None if self._reach.one_machine else self._reach.here())
+        return self._call(Rank.open_store, None if self._reach.one_machine else self._reach.here())
+
+    def prepare(self) -> None:
+        """Imports what training needs."""
+        self._call(Rank.prepare)
 
     def initialize(self, meeting: Rendezvous) -> TrainReady:
         """Builds and loads the model in the rank."""
-        self._start: TrainReady = self.call("initialize", meeting)
+        self._start = self._call(Rank.initialize, meeting)
         return self._start
+
+    def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
+        """Prepares weight updates of these engines, and no more to those before."""
+        self._call(Rank.connect_engines, endpoints)
 
     def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:
         """Trains on this rank's share, which stays pickled until the rank opens it."""
-        return self.call("train", rollout_id, ray.get(batches[self._start.data_parallel_rank]))
+        return self._call(Rank.train, rollout_id, ray.get(batches[self._start.data_parallel_rank]))
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls `Rank.<method>` in the rank's process. Raises RankFailedError with the rank's traceback."""
-        self._progress, self._method, self._last_sign = (0, 0), method, time.monotonic()
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Takes the rank off its device, all of it or all but the weights; bytes off the device now, by part."""
+        return self._call(Rank.sleep, keep_weights)
+
+    def wake(self) -> None:
+        """Brings it back."""
+        self._call(Rank.wake)
+
+    def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
+        """Sends the weights to every engine."""
+        return self._call(Rank.update_weights, version, check_equal)
+
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """Writes the checkpoint of `rollout_id`, with the data state on rank 0; returns its folder."""
+        return self._call(Rank.save, rollout_id, data_state)
+
+    def close(self) -> None:
+        """Leaves the process groups."""
+        self._call(Rank.close)
+
+    def _call(self, method: Callable[Concatenate[Rank, Params], Result], *arguments: Params.args) -> Result:
+        """Calls `method` in the rank's process. Raises RankFailedError with the rank's traceback."""
+        name = method.__name__
+        self._progress, self._method, self._last_sign = (0, 0), name, time.monotonic()
         try:
             self._connection.send_bytes(pickle.dumps((method, arguments)))
             kind, value = pickle.loads(self._connection.recv_bytes())
@@ -149,11 +182,11 @@ class TrainWorker:
                     self._device_memory = value
                 kind, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise RankFailedError(f"train worker rank {self._rank} ended during {method}") from error
+            raise RankFailedError(f"train worker rank {self._rank} ended during {name}") from error
         self._method = None
         if kind == "error":
             summary, trace = value
-            raise RankFailedError(f"train worker rank {self._rank}, {method}: {summary}\n{trace}")
+            raise RankFailedError(f"train worker rank {self._rank}, {name}: {summary}\n{trace}")
         return value
 
     def stop(self) -> None:
@@ -195,19 +228,17 @@ class TrainGroup:
         for rank, worker in enumerate(self.workers):
             supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
         for worker in self.workers:
-            worker.call.remote("prepare")  # calls run in order: nobody has to wait for this one
+            worker.prepare.remote()  # calls run in order: nobody has to wait for this one
 
-    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
-        calls = [worker.call.remote(method, *arguments) for worker in self.workers]
+    def _get(self, calls: list[ObjectRef], what: str) -> list[Any]:
+        """What one call per worker returned."""
         return self._supervisor.get(calls, _of(self.workers, what))
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; the first rollout id and the saved data state, if any."""
         first, what = self.workers[0], "the start of training"
         store = self._supervisor.get([first.open_store.remote()], _of([first], what))[0]
-        starts = self._supervisor.get(
-            [worker.initialize.remote(store) for worker in self.workers], _of(self.workers, what)
-        )
+        starts = self._get([worker.initialize.remote(store) for worker in self.workers], what)
         first_ids = {start.start_rollout_id for start in starts}
         if len(first_ids) != 1:
             raise RuntimeError(f"the train workers loaded different checkpoints: they start at {sorted(first_ids)}")
@@ -215,7 +246,8 @@ class TrainGroup:
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """Prepares weight updates of the engines."""
-        self._call("connect_engines", endpoints, what="connecting training with the engines")
+        calls = [worker.connect_engines.remote(endpoints) for worker in self.workers]
+        self._get(calls, "connecting training with the engines")
 
     def train(
         self, rollout_id: int, batches: list[ray.ObjectRef], progress: Callable[[], None] | None = None
@@ -234,7 +266,7 @@ class TrainGroup:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Takes every rank off its device: gradients and optimizer state, and the weights unless they are kept."""
-        given = self._call("sleep", keep_weights, what="training going to sleep")
+        given = self._get([worker.sleep.remote(keep_weights) for worker in self.workers], "offloading training")
         if not keep_weights and not self._has_slept:
             self._has_slept = True
             for rank, parts in enumerate(given):
@@ -243,13 +275,14 @@ class TrainGroup:
 
     def wake(self) -> None:
         """Brings every rank back onto its device."""
-        self._call("wake", what="training waking up")
+        self._get([worker.wake.remote() for worker in self.workers], "onloading training")
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Sends the weights under `version`; every engine reports it before this returns."""
         check_equal, self._check_equal = self._check_equal, False
         self.updating_weights = version
-        report = self._call("update_weights", str(version), check_equal, what=f"the weight update {version}")[0]
+        calls = [worker.update_weights.remote(str(version), check_equal) for worker in self.workers]
+        report = self._get(calls, f"the weight update {version}")[0]
         self.updating_weights = None
         if check_equal:
             taken = report["check_seconds"]
@@ -263,17 +296,17 @@ class TrainGroup:
     def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
         calls = [
-            worker.call.remote("save", rollout_id, data_state if rank == 0 else None)  # who writes it; it may be large
+            worker.save.remote(rollout_id, data_state if rank == 0 else None)  # who writes it; it may be large
             for rank, worker in enumerate(self.workers)
         ]
-        return self._supervisor.get(calls, _of(self.workers, f"save after rollout {rollout_id}"))[0]
+        return self._get(calls, f"save after rollout {rollout_id}")[0]
 
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
-        self._call("close", what="the end of training")
+        self._get([worker.close.remote() for worker in self.workers], "the end of training")
         self._supervisor.stop_watching()  # from here on ranks end because they are told to
         stops = [worker.stop.remote() for worker in self.workers]
-        self._supervisor.get(stops, _of(self.workers, "the end of the training processes"))
+        self._get(stops, "the end of the training processes")
         self.kill()
 
     def kill(self) -> None:

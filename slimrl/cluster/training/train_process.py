@@ -142,7 +142,7 @@ class Rank:
 
 
 def serve(connection: Connection) -> None:
-    """Answers calls `(method, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up.
+    """Answers calls `(method of Rank, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up.
 
     Before the answer of a long call there may come any number of `("progress", (done, total))`, and on a GPU
     `("memory", {name: GiB})`.
@@ -158,8 +158,8 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            with rank.timeline.span(method, **_facts(arguments)):
-                answer = ("value", getattr(rank, method)(*arguments))
+            with rank.timeline.span(method.__name__, **_facts(arguments)):
+                answer = ("value", method(rank, *arguments))
             # not after an error: a device that failed refuses every further call, and the error would be lost
             if device_memory := rank.device_memory():
                 connection.send_bytes(pickle.dumps(("memory", device_memory)))
@@ -174,8 +174,16 @@ def _facts(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return {"about": arguments[0]} if arguments and isinstance(arguments[0], int | str) else {}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serves the actor at the other end of the socket whose file descriptor is the argument."""
     process_info.listen()
     sys.stdout, sys.stderr = optional_output(1), optional_output(2)  # a user's loss function may print
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    # the actor's calls name methods of this module's `Rank`, which is not that of `__main__`
+    from slimrl.cluster.training import train_process
+
+    train_process.main()
