@@ -142,7 +142,7 @@ class Rank:
 
 
 def serve(connection: Connection) -> None:
-    """Answers calls `(method of Rank, arguments)` with `("value", result)` or `("error", text)` until the actor hangs up.
+    """Answers `(method of Rank, arguments)` by `("value", result)` or `("error", text)` until the actor hangs up.
 
     Before the answer of a long call there may come any number of `("progress", (done, total))`, and on a GPU
     `("memory", {name: GiB})`.
