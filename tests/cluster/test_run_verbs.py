@@ -127,4 +127,4 @@ def test_rank_0_alone_is_given_the_data_state(monkeypatch):
     group, calls = TrainGroup.__new__(TrainGroup), []
     group.workers, group._supervisor = [Remote(calls) for _ in range(3)], World(None)
     group.save(7, {"offset": 3})
-    assert calls == [("call", "save", 7, {"offset": 3}), ("call", "save", 7, None), ("call", "save", 7, None)]
+    assert calls == [("save", 7, {"offset": 3}), ("save", 7, None), ("save", 7, None)]
