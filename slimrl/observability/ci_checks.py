@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from slimrl.arguments import Arguments
+from slimrl.processes.atomic_file import atomic_file
 
 KL_TOLERANCE = 1e-5  # the same weights, asked twice: rounding alone
 GRAD_NORM_TOLERANCE = 0.01
@@ -76,10 +76,8 @@ class RunChecks:
     def _grad_norm(self, norm: float, rollout_id: int, step_id: int, where: str) -> None:
         if self.save_grad_norm is not None:
             path = _filled(self.save_grad_norm, rollout_id, step_id)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            unfinished.write_text(repr(norm) + "\n")
-            os.replace(unfinished, path)
+            with atomic_file(path) as unfinished:
+                unfinished.write_text(repr(norm) + "\n")
         if self.load_grad_norm is not None:
             path = _filled(self.load_grad_norm, rollout_id, step_id)
             kept = _kept_norm(path)

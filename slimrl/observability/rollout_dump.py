@@ -9,13 +9,13 @@ import dataclasses
 import glob
 import itertools
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from slimrl.data.sample import Sample
+from slimrl.processes.atomic_file import atomic_file
 
 PLACEHOLDER = "{rollout_id}"
 _FORMAT = "slimrl-rollout-1"
@@ -78,15 +78,10 @@ def save_rollout(
     }
     if any(reward_keys):
         header["reward_keys"] = [[key, len(list(same))] for key, same in itertools.groupby(reward_keys)]
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(json.dumps(header) + "\n")
-            for sample in samples:
-                file.write(_line(sample) + "\n")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic_file(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        file.write(json.dumps(header) + "\n")
+        for sample in samples:
+            file.write(_line(sample) + "\n")
     if limit is not None:
         _delete_old(template, rollout_id, evaluation, limit)
     return path

@@ -6,7 +6,6 @@ reads installed metadata and imports none of the packages.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl import __version__
+from slimrl.processes.atomic_file import atomic_file
 
 SCHEMA_VERSION = 1
 
@@ -108,16 +108,8 @@ class Summary:
         after = "],\n" + json.dumps(tail, indent=2, allow_nan=False).removeprefix("{\n") + "\n"
         if self.steps:
             before, after = before + "\n    ", "\n  " + after
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with open(unfinished, "wb") as file:
-                file.writelines((before.encode(), self._settled, self._last, after.encode()))
-            os.replace(unfinished, self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()  # a part of it would keep the room that others need
-            raise
+        with atomic_file(self.path) as unfinished, open(unfinished, "wb") as file:
+            file.writelines((before.encode(), self._settled, self._last, after.encode()))
 
     def _scores(self, when: str) -> dict[str, float] | None:
         return next((entry["scores"] for entry in reversed(self.evaluations) if entry["when"] == when), None)

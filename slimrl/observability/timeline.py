@@ -17,7 +17,6 @@ import gzip
 import heapq
 import io
 import itertools
-import os
 import re
 import sys
 from collections import defaultdict
@@ -28,6 +27,7 @@ from typing import Any
 import orjson
 
 from slimrl.observability.tracer import FOLDER, FORMAT, MAIN, earlier_part
+from slimrl.processes.atomic_file import atomic_file
 
 
 @dataclasses.dataclass
@@ -203,16 +203,15 @@ def merge(run_dir: Path, output: Path | None = None) -> Merged:
     """Writes the trace (`<run_dir>/timeline.json.gz`); appears whole. Raises FileNotFoundError where there is none."""
     recorded = read_folder(run_dir / FOLDER)
     output = output or run_dir / "timeline.json.gz"
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        with gzip.open(unfinished, "wb", compresslevel=3) as packed, io.BufferedWriter(packed, 2**20) as file:
-            file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for number, event in enumerate(trace_events(recorded)):
-                file.write((b",\n" if number else b"") + orjson.dumps(event))
-            file.write(b"\n]}\n")
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with (
+        atomic_file(output) as unfinished,
+        gzip.open(unfinished, "wb", compresslevel=3) as packed,
+        io.BufferedWriter(packed, 2**20) as file,
+    ):
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(trace_events(recorded)):
+            file.write((b",\n" if number else b"") + orjson.dumps(event))
+        file.write(b"\n]}\n")
     processes = {span.process for span in recorded.spans} | {point.process for point in recorded.points}
     return Merged(output, len(processes), len(recorded.spans), recorded.unfinished, recorded.broken_lines)
 

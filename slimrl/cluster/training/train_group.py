@@ -1,6 +1,6 @@
 """All training ranks as one, and the Ray actor around each: starts its process on its GPU, forwards calls, watches it.
 
-A call goes to every rank: `TrainGroup.train`, `TrainWorker.train` (Ray), `Rank.train` (socket), `MegatronTrainer.train`.
+A call goes to every rank: `TrainGroup.train`, `TrainWorker.train` (Ray), `Rank.train` (socket), `MegatronTrainer`.
 Answers come from rank 0.
 """
 

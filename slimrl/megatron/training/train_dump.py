@@ -7,7 +7,6 @@ The samples stand in the order of the rollout, whatever the layout of training. 
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import TrainTensors
+from slimrl.processes.atomic_file import atomic_file
 from slimrl.processes.best_effort_files import OptionalFiles
 
 FORMAT = "slimrl-train-data-1"
@@ -52,13 +52,8 @@ def save_train_data(
 
 def _put(path: Path, content: memoryview) -> None:
     """The file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with atomic_file(path) as unfinished:
         unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _samples(batch: RolloutBatch, columns: TrainTensors, rank: int, *, with_policy: bool) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from slimrl.arguments import Arguments
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS
+from slimrl.processes.atomic_file import atomic_file
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -72,10 +72,8 @@ def write_targets(path: Path, run: str, targets: Sequence[Target]) -> None:
         {"targets": [target.address], "labels": {"job": target.job, "run": run, "__metrics_path__": target.path}}
         for target in targets
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
 
 
 class PrometheusEndpoint:
