@@ -16,7 +16,8 @@ from slimrl.algorithms.reduction import masked_mean_per_sample_sum, masked_sum
 from slimrl.arguments import Arguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.training.loss_metrics import PolicyLossSums, named_sums
+from slimrl.megatron.training.loss import named_sums
+from slimrl.megatron.training.loss_metrics import PolicyLossSums
 
 if TYPE_CHECKING:
     from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors

@@ -25,7 +25,7 @@ from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments import Arguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
-from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums, named_sums, summed
+from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -227,6 +227,37 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Po
         )
 
 
+def named_sums(
+    loss: Tensor,
+    count: Tensor,
+    trained_tokens: Tensor,
+    weighted: dict[str, Tensor],
+    *,
+    mismatch: Tensor | None = None,
+    ratio_gap: Tensor | None = None,
+    own: dict[str, Tensor] | None = None,
+) -> PolicyLossSums:
+    """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
+
+    Both are [tokens], 0 where masked; a loss that does without them reports 0.
+    """
+    none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
+    mismatch = none if mismatch is None else mismatch
+    ratio_gap = none if ratio_gap is None else ratio_gap
+    return PolicyLossSums(
+        loss=loss,
+        count=count.to(torch.int32),
+        trained_tokens=trained_tokens.double(),
+        weighted=weighted,
+        by_token={"train_rollout_logprob_abs_diff_mean": mismatch.double().sum()},
+        maxima={
+            "ratio_max_abs_diff": _largest(ratio_gap).double(),
+            "train_rollout_logprob_abs_diff_max": _largest(mismatch).double(),
+        },
+        own=own or {},
+    )
+
+
 def _corrected_by_the_user(
     loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -329,3 +360,7 @@ def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
     values = {name: getattr(inputs, name) for name in names}
     kept = {name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()}
     return dataclasses.replace(inputs, **kept)
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_zeros(())

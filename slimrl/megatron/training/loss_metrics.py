@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from slimrl.algorithms.reduction import masked_sum
@@ -41,41 +40,6 @@ class PolicyLossSums:
         return LossMetricNames(tuple(self.weighted), tuple(self.by_token), tuple(self.maxima))
 
 
-def named_sums(
-    loss: Tensor,
-    count: Tensor,
-    trained_tokens: Tensor,
-    weighted: dict[str, Tensor],
-    *,
-    mismatch: Tensor | None = None,
-    ratio_gap: Tensor | None = None,
-    own: dict[str, Tensor] | None = None,
-) -> PolicyLossSums:
-    """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
-
-    Both are [tokens], 0 where masked; a loss that does without them reports 0.
-    """
-    none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
-    mismatch = none if mismatch is None else mismatch
-    ratio_gap = none if ratio_gap is None else ratio_gap
-    return PolicyLossSums(
-        loss=loss,
-        count=count.to(torch.int32),
-        trained_tokens=trained_tokens.double(),
-        weighted=weighted,
-        by_token={"train_rollout_logprob_abs_diff_mean": mismatch.double().sum()},
-        maxima={
-            "ratio_max_abs_diff": _largest(ratio_gap).double(),
-            "train_rollout_logprob_abs_diff_max": _largest(mismatch).double(),
-        },
-        own=own or {},
-    )
-
-
 def summed(values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
     """Float64 scalars from [tokens] by name."""
     return {name: masked_sum(value.double(), weights.double()) for name, value in values.items()}
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if values.numel() else values.new_zeros(())

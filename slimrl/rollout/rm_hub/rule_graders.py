@@ -1,9 +1,9 @@
 """The rule-based graders by name: pure functions of text, run in a grader process.
 
-`registry` packs a request, `grader_worker` calls `judge`; a rule's row in `slimrl.data.reward_table` names its
-function (response, request, algebra). Here are the parts that the rules use: the final answer of a
-response (its last `\\boxed{...}`, and the end of its own text), multiple choice as in GPQA (the letter that a response
-settles on, or the choice that it spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
+`registry` packs a request, `grader_worker` calls `judge`; a rule's row in `slimrl.data.reward_table` names its function
+(response, request, algebra). Here are the parts that the rules use: the final answer of a response (its last
+`\\boxed{...}`, and the end of its own text), multiple choice as in GPQA (the letter that a response settles on, or the
+choice that it spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
 """
 
 from __future__ import annotations
