@@ -17,7 +17,6 @@ from typing import Any
 from slimrl.arguments.namespace import Arguments
 from slimrl.models import config_rows
 
-REWARD_MODEL = "reward_model"  # of --rm-type
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # one of them is in a folder with a tokenizer
 # the classes of SGLang that give numbers in place of tokens; one number of a response is its reward
 ARCHITECTURES = (

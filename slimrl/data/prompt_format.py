@@ -11,12 +11,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from slimrl.data.reward_table import reward_of
+
 TOOLS_KEY = "tools"
 MESSAGES_KEY = "prompt_messages"
-BOXED_PREFIX = "boxed_"
-# built-in rewards that compare the response with the label
-NUMBER_OR_TEXT_RULES = ("math", "deepscaler", "dapo")
-TEXT_RULES = ("f1",)
 _MAX_LISTED = 20
 
 
@@ -92,20 +90,14 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
 
 def needs_label(rule: str) -> bool:
     """Whether the built-in reward `rule` (also with the prefix boxed_) compares with the label."""
-    return rule.removeprefix(BOXED_PREFIX) in (*NUMBER_OR_TEXT_RULES, *TEXT_RULES)
+    row = reward_of(rule)
+    return row is not None and row.label.compared
 
 
 def label_fault(rule: str, label: Any) -> str | None:
     """Why the built-in reward `rule` cannot compare with `label`; None where it can, or compares with none."""
-    name = rule.removeprefix(BOXED_PREFIX)
-    if name in NUMBER_OR_TEXT_RULES:
-        if isinstance(label, bool) or not isinstance(label, str | int | float) or str(label).strip() == "":
-            return f"the label is {label!r}, and math rewards need the answer as text or number: check --label-key"
-    elif name in TEXT_RULES:
-        labels = label if isinstance(label, list) else [label]
-        if not labels or not all(isinstance(one, str) for one in labels):
-            return f"the label is {label!r}, and f1 rewards need a text or a list of them: check --label-key"
-    return None
+    row = reward_of(rule)
+    return None if row is None else row.label.fault(label)
 
 
 def messages_of(content: Any) -> list[dict[str, Any]]:

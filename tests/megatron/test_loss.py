@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from slimrl.algorithms.estimators import Objective
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, PolicyLossSums, policy_loss_sums
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
+from slimrl.megatron.training.loss_metrics import PolicyLossSums
+from slimrl.observability.metrics import metric_of
+from slimrl.observability.metrics.registry import TRAIN
 
 SETTINGS = PolicyLossConfig(
     eps_clip=0.2,
@@ -38,6 +41,10 @@ def two_samples() -> PolicyLossInputs:
     )
 
 
+def numbers(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
 KL = math.log(1.5) ** 2 / 2
 TOKENS = [-2.0 - 0.2, -2.0 * 1.3 - 0.4 + 2 * KL, 1.0 - 0.5]  # trained tokens, in order
 
@@ -46,17 +53,16 @@ def test_per_sample_loss_is_the_sum_of_the_samples_means():
     sums = policy_loss_sums(two_samples(), SETTINGS)
     assert int(sums.count) == 2
     assert float(sums.loss) == pytest.approx((TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2], rel=1e-6)
-    # loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl, kl_loss, ratio_mean
-    expected = [
-        (TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2],
-        (-2.0 - 2.6) / 2 + 1.0,
-        (0.4 + 0.8) / 2 + 1.0,
-        0.5,
-        -math.log(1.5) / 2,
-        KL / 2,
-        (1 + 1.5) / 2 + 1,
-    ]
-    assert sums.weighted.tolist() == pytest.approx(expected, rel=1e-6)
+    expected = {
+        "loss": (TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2],
+        "pg_loss": (-2.0 - 2.6) / 2 + 1.0,
+        "entropy_loss": (0.4 + 0.8) / 2 + 1.0,
+        "pg_clipfrac": 0.5,
+        "ppo_kl": -math.log(1.5) / 2,
+        "kl_loss": KL / 2,
+        "ratio_mean": (1 + 1.5) / 2 + 1,
+    }
+    assert numbers(sums.weighted) == pytest.approx(expected, rel=1e-6)
 
 
 def test_per_token_loss_is_the_sum_over_trained_tokens():
@@ -67,8 +73,10 @@ def test_per_token_loss_is_the_sum_over_trained_tokens():
 
 def test_masked_tokens_count_for_nothing_not_even_in_the_maxima():
     sums = policy_loss_sums(two_samples(), SETTINGS)
-    assert sums.by_token.tolist() == pytest.approx([0.01 + 0.03 + 0.02, 3.0], rel=1e-4)
-    assert sums.maxima.tolist() == pytest.approx([0.5, 0.03], rel=1e-4)
+    assert float(sums.trained_tokens) == 3.0
+    mismatch = "train_rollout_logprob_abs_diff"
+    assert numbers(sums.by_token) == pytest.approx({f"{mismatch}_mean": 0.01 + 0.03 + 0.02}, rel=1e-4)
+    assert numbers(sums.maxima) == pytest.approx({"ratio_max_abs_diff": 0.5, f"{mismatch}_max": 0.03}, rel=1e-4)
 
 
 def test_a_masked_token_with_an_impossible_value_leaves_loss_and_gradient_finite():
@@ -101,8 +109,11 @@ def test_cutting_the_batch_between_samples_changes_nothing(per_token: bool):
     whole = policy_loss_sums(inputs, settings)
     first, second = part(slice(0, 3), slice(0, 1)), part(slice(3, 4), slice(1, 2))
     torch.testing.assert_close(first.loss + second.loss, whole.loss)
-    torch.testing.assert_close(first.weighted + second.weighted, whole.weighted)
-    torch.testing.assert_close(first.by_token + second.by_token, whole.by_token)
+    for name in whole.weighted:
+        torch.testing.assert_close(first.weighted[name] + second.weighted[name], whole.weighted[name])
+    for name in whole.by_token:
+        torch.testing.assert_close(first.by_token[name] + second.by_token[name], whole.by_token[name])
+    assert float(first.trained_tokens + second.trained_tokens) == float(whole.trained_tokens)
     assert int(first.count + second.count) == int(whole.count)
 
 
@@ -110,8 +121,8 @@ def test_without_a_reference_the_kl_is_zero_and_without_a_coefficient_it_is_only
     inputs = two_samples()
     absent = policy_loss_sums(dataclasses.replace(inputs, ref_log_probs=None), SETTINGS)
     logged = policy_loss_sums(inputs, dataclasses.replace(SETTINGS, kl_loss_coef=0.0))
-    assert float(absent.weighted[5]) == 0.0
-    assert float(logged.weighted[5]) == pytest.approx(KL / 2, rel=1e-6)
+    assert float(absent.weighted["kl_loss"]) == 0.0
+    assert float(logged.weighted["kl_loss"]) == pytest.approx(KL / 2, rel=1e-6)
     torch.testing.assert_close(absent.loss, logged.loss)
 
 
@@ -120,7 +131,8 @@ def test_only_the_loss_carries_a_gradient():
     log_probs = inputs.log_probs.clone().requires_grad_()
     sums = policy_loss_sums(dataclasses.replace(inputs, log_probs=log_probs), SETTINGS)
     assert sums.loss.requires_grad
-    assert not (sums.weighted.requires_grad or sums.by_token.requires_grad or sums.maxima.requires_grad)
+    metrics = (*sums.weighted.values(), *sums.by_token.values(), *sums.maxima.values(), sums.trained_tokens)
+    assert not any(value.requires_grad for value in metrics)
 
 
 def test_gspo_clips_the_ratio_of_the_whole_sample():
@@ -140,7 +152,7 @@ def test_importance_weights_multiply_the_policy_loss_and_are_logged():
     weights = [math.exp(-0.01), 1.01, math.exp(-0.02)]  # the second, exp(0.03), is bounded
     expected = (-2.0 * weights[0] - 2.6 * weights[1]) / 2 + weights[2]
     assert float(sums.loss) == pytest.approx(expected, rel=1e-6)
-    logged = dict(zip(settings.weighted_names, sums.weighted.tolist(), strict=True))
+    logged = numbers(sums.weighted)
     assert logged["tis"] == pytest.approx((math.exp(-0.01) + math.exp(0.03)) / 2 + math.exp(-0.02), rel=1e-5)
     assert logged["tis_clipfrac"] == pytest.approx(0.5)
 
@@ -156,7 +168,7 @@ def test_a_sequence_that_drifted_off_policy_adds_nothing():
 def test_the_unbiased_kl_is_multiplied_by_the_ratio():
     inputs = two_samples()
     settings = dataclasses.replace(SETTINGS, unbiased_kl=True)
-    logged = dict(zip(settings.weighted_names, policy_loss_sums(inputs, settings).weighted.tolist(), strict=True))
+    logged = numbers(policy_loss_sums(inputs, settings).weighted)
     assert logged["kl_loss"] == pytest.approx(1.5 * KL / 2, rel=1e-6)
 
 
@@ -186,7 +198,38 @@ def test_supervised_training_minimises_the_negative_log_likelihood_of_trained_to
     sums = policy_loss_sums(two_samples(), settings)
     first, last = 1.0, 3.0 - math.log(1.5)  # the first sample's trained tokens; the second sample's is 1.5
     assert float(sums.loss) == pytest.approx((first + last) / 2 + 1.5, rel=1e-6)
-    assert settings.weighted_names == ("loss", "entropy_loss")
-    assert sums.weighted.tolist() == pytest.approx([(first + last) / 2 + 1.5, (0.4 + 0.8) / 2 + 1.0], rel=1e-6)
+    assert settings.metric_names.weighted == ("loss", "entropy_loss")
+    expected = {"loss": (first + last) / 2 + 1.5, "entropy_loss": (0.4 + 0.8) / 2 + 1.0}
+    assert numbers(sums.weighted) == pytest.approx(expected, rel=1e-6)
     whole = policy_loss_sums(two_samples(), dataclasses.replace(settings, per_token=True))
     assert (float(whole.loss), int(whole.count)) == (pytest.approx(first + last + 1.5, rel=1e-6), 3)
+
+
+VARIANTS = {
+    "policy": {},
+    "GSPO": {"objective": Objective.CLIPPED_SEQUENCE_RATIO},
+    "CISPO": {"objective": Objective.CLIPPED_WEIGHT, "per_token": True},
+    "corrected": {"tis_bounds": (0.0, 2.0), "opsm_delta": 0.1},
+    "supervised": {"supervised": True},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_the_settings_know_the_names_of_the_sums_and_the_table_of_metrics_has_them(changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    names = policy_loss_sums(two_samples(), settings).names
+    assert settings.metric_names == names
+    without = dataclasses.replace(two_samples(), ref_log_probs=None)
+    assert policy_loss_sums(without, settings).names == names
+    rows = {kind: [metric_of(f"train/{name}", TRAIN) for name in found] for kind, found in vars(names).items()}
+    assert all(row is not None for found in rows.values() for row in found)
+    assert {kind: {row.combine for row in found} for kind, found in rows.items()} == {
+        "weighted": {"mean"},
+        "by_token": {"mean"},
+        "maxima": {"max"},
+    }
+
+
+def test_a_loss_of_the_users_has_the_loss_and_what_the_trainer_compares():
+    settings = dataclasses.replace(SETTINGS, own=True)
+    assert settings.metric_names == dataclasses.replace(SETTINGS.metric_names, weighted=("loss",))

@@ -6,19 +6,13 @@ import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import rule_graders
-from slimrl.rollout.rm_hub.registry import _NEEDS, builtin_types
+from slimrl.rollout.rm_hub.registry import request_of
 from slimrl.rollout.rm_hub.rule_graders import f1
 
 
 def judge(rm_type, response, label, metadata=None):
-    rule = rm_type.removeprefix("boxed_")
     sample = Sample(prompt="q", response=response, label=label, metadata=metadata or {})
-    request = {"rule": rule, "boxed": rm_type != rule, "response": response, **_NEEDS[rule](sample)}
-    return rule_graders.judge(request, lambda answer, label: False)
-
-
-def test_every_rule_that_can_be_asked_for_is_there():
-    assert set(builtin_types()) == {*rule_graders._RULES, "random", "remote_rm", "reward_model"}
+    return rule_graders.judge(request_of(rm_type, sample), lambda answer, label: False)
 
 
 # dapo ----------------------------------------------------------------------------------------------------------------

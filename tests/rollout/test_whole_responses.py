@@ -27,17 +27,12 @@ def algebraic():
 
 
 def judged_right(row, algebraic):
-    """Whether the verdict is the row's, by the way of `builtin.grade` without the processes between."""
-    rule = row["rule"].removeprefix("boxed_")
+    """Whether the verdict is the row's, by the way of `registry.grade` without the processes between."""
     sample = Sample(prompt="q", response=row["response"], label=row["label"], metadata=row.get("metadata", {}))
-    needs = registry._NEEDS[rule](sample)
-    if rule in registry._BOXED_RULES:
-        verdict = registry.fast_match(sample.response, needs["label"], thinks=row["rule"] == "deepscaler")
-        if verdict is not None:
-            return verdict is row["correct"]
-    reward = rule_graders.judge(
-        {"rule": rule, "boxed": rule != row["rule"], "response": sample.response, **needs}, algebraic
-    )
+    request = registry.request_of(row["rule"], sample)
+    reward = registry.at_first_sight(row["rule"], sample, request)
+    if reward is None:
+        reward = rule_graders.judge(request, algebraic)
     return (reward["score"] if isinstance(reward, dict) else reward) in REWARDS[row["correct"]]
 
 

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from slimrl.arguments.flag import flag
+from slimrl.data.reward_table import rm_types
 
 DEFAULT_ROLLOUT_FUNCTION = "slimrl.rollout.sglang_rollout.generate_rollout"
 
@@ -178,8 +179,7 @@ class EvalArguments:
     )
 
 
-_RULES = ("dapo", "deepscaler", "f1", "gpqa", "ifbench", "ifeval", "math", "random", "remote_rm")
-RM_TYPES = (*(prefix + name for prefix in ("", "boxed_") for name in _RULES), "reward_model")
+RM_TYPES = rm_types()
 
 
 @dataclasses.dataclass

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.engines import REWARD_MODEL, TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
+from slimrl.arguments.engines import TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, RM_TYPES
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.validation.rule import Context
+from slimrl.data.reward_table import BuiltInReward, GradedBy, reward_of
 
 _BOUND, _IN_FLIGHT = "--max-weight-staleness", "--update-weights-in-flight"
 _RETRACTION_IS_RIGHT_FROM = (0, 5, 21)
@@ -162,16 +163,12 @@ def lengths_fit_the_context(args: Arguments, context: Context) -> Iterator[Probl
         )
 
 
-_DICT_RULE = "dapo"
-_SERVICE = "remote_rm"
-
-
 def reward_service_has_an_address(args: Arguments, context: Context) -> Iterator[Problem]:
     """remote_rm asks --rm-url, which is an HTTP address."""
     if args.rm_model is not None:
         return  # the address of the reward model's server
     if args.rm_url is None:
-        asking = [name for name, rm_type, _ in _built_in(args) if rm_type.endswith(_SERVICE)]
+        asking = _judged_by(args, GradedBy.SERVICE)
         if asking:
             yield Problem(
                 "--rm-url", f"{asking[0]} asks a reward service: give its address, --rm-url http://host:port/..."
@@ -183,7 +180,7 @@ def reward_service_has_an_address(args: Arguments, context: Context) -> Iterator
 def reward_model_can_be_asked(args: Arguments, context: Context) -> Iterator[Problem]:
     """reward_model has a model that gives one number and reads whole samples; the flags about it have one too."""
     if args.rm_model is None:
-        asking = [name for name, rm_type, _ in _built_in(args) if rm_type == REWARD_MODEL]
+        asking = _judged_by(args, GradedBy.REWARD_MODEL)
         if asking:
             yield Problem("--rm-model", f"{asking[0]} asks a reward model: give its folder, --rm-model.")
         for flag in sorted({"rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_options", "rm_input"} & context.given):
@@ -192,7 +189,7 @@ def reward_model_can_be_asked(args: Arguments, context: Context) -> Iterator[Pro
                 spelled, f"{spelled} is about the reward model, and there is none: give --rm-model, or leave it out."
             )
         return
-    asking = [name for name, rm_type, _ in _built_in(args) if rm_type.endswith(_SERVICE)]
+    asking = _judged_by(args, GradedBy.SERVICE)
     if asking:
         yield Problem(
             "--rm-model",
@@ -232,18 +229,26 @@ def _reward_model_folder(args: Arguments) -> Iterator[Problem]:
 
 
 def dict_rewards_have_a_key(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The dapo reward is a dict: one of its entries is trained on."""
-    for name, rm_type, key in _built_in(args):
+    """Of a reward that is a dict one entry is trained on."""
+    for name, row, key in _built_in(args):
         processed = name.startswith("--rm-type") and args.custom_reward_post_process_path is not None
-        if rm_type.endswith(_DICT_RULE) and key is None and not processed:
+        if row.entries and key is None and not processed:
             flag = "--reward-key" if name.startswith("--rm-type") else "--eval-reward-key"
-            yield Problem(flag, f"{name} gives a dict with score, acc and pred: give {flag} score.")
+            *others, last = row.entries
+            entries = f"{', '.join(others)} and {last}" if others else last
+            yield Problem(flag, f"{name} gives a dict with {entries}: give {flag} {row.entries[0]}.")
 
 
-def _built_in(args: Arguments) -> Iterator[tuple[str, str, str | None]]:
-    """Where a built-in reward is chosen, which, and the entry to take of it."""
-    if args.rm_type is not None and args.custom_rm_path is None:
-        yield f"--rm-type {args.rm_type}", args.rm_type, args.reward_key
-    for dataset in args.eval_datasets:
-        if dataset.rm_type is not None and dataset.custom_rm_path is None:
-            yield f"evaluation set {dataset.name} with rm_type {dataset.rm_type}", dataset.rm_type, dataset.reward_key
+def _judged_by(args: Arguments, by: GradedBy) -> list[str]:
+    """Where a built-in reward is chosen that `by` judges."""
+    return [name for name, row, _ in _built_in(args) if row.by is by]
+
+
+def _built_in(args: Arguments) -> Iterator[tuple[str, BuiltInReward, str | None]]:
+    """Where a built-in reward is chosen, which, and the entry to take of it; not those that are unknown."""
+    chosen = [("--rm-type", args)]
+    chosen += [(f"evaluation set {dataset.name} with rm_type", dataset) for dataset in args.eval_datasets]
+    for where, of in chosen:
+        row = None if of.rm_type is None else reward_of(of.rm_type)
+        if row is not None and of.custom_rm_path is None:
+            yield f"{where} {of.rm_type}", row, of.reward_key

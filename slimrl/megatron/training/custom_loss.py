@@ -16,7 +16,8 @@ from slimrl.algorithms.reduction import masked_mean_per_sample_sum, masked_sum
 from slimrl.arguments import Arguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.training.loss import MAXIMUM_NAMES, PolicyLossSums
+from slimrl.megatron.training.loss import named_sums
+from slimrl.megatron.training.loss_metrics import PolicyLossSums
 
 if TYPE_CHECKING:
     from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
@@ -83,16 +84,12 @@ class CheckedCustomLoss:
         samples = torch.full_like(trained_tokens, micro_batch.response_lengths.numel())
         with torch.no_grad():
             gaps = (columns.train_log_probs - columns.rollout_log_probs).index_select(0, micro_batch.response_index)
-            mismatch = gaps.abs().masked_fill(mask == 0, 0.0).double()
-            largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
-            maxima = mismatch.new_zeros(len(MAXIMUM_NAMES))
-            maxima[MAXIMUM_NAMES.index("train_rollout_logprob_abs_diff_max")] = largest
-            return PolicyLossSums(
-                loss=loss,
-                count=(trained_tokens if per_token else samples).to(torch.int32),
-                weighted=loss.detach().double().reshape(1),
-                by_token=torch.stack([mismatch.sum(), trained_tokens.double()]),
-                maxima=maxima,
+            return named_sums(
+                loss,
+                trained_tokens if per_token else samples,
+                trained_tokens,
+                {"loss": loss.detach().double().reshape(())},
+                mismatch=gaps.abs().masked_fill(mask == 0, 0.0),
                 own=metrics,
             )
 

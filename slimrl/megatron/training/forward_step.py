@@ -25,7 +25,8 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TokensToScore
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, PolicyLossSums, policy_loss_sums
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
+from slimrl.megatron.training.loss_metrics import PolicyLossSums
 from slimrl.megatron.training.nonfinite_guard import broken_samples
 
 

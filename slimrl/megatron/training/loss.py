@@ -10,6 +10,7 @@ custom functions. What they return must fit the micro-batch; else HookFailedErro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments import Arguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
+from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -110,17 +112,6 @@ def _kind(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a value of type {type(value).__name__}"
 
 
-# Means over the step, weighted as the loss is; what a run does not use is not among its metrics.
-_ALWAYS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_mean")
-_SUPERVISED = ("loss", "entropy_loss")
-_OWN = ("loss",)
-_WITH_TIS = ("tis", "tis_clipfrac", "tis_abs")
-_WITH_OPSM = ("opsm_clipfrac",)
-# Means over all trained tokens of the step.
-TOKEN_NAMES = ("train_rollout_logprob_abs_diff_mean",)
-MAXIMUM_NAMES = ("ratio_max_abs_diff", "train_rollout_logprob_abs_diff_max")
-
-
 @dataclasses.dataclass(frozen=True)
 class PolicyLossConfig:
     """The flags that shape the loss."""
@@ -163,18 +154,14 @@ class PolicyLossConfig:
             compares_policies=args.compute_advantages_and_returns and args.loss_type != "sft_loss",
         )
 
-    @property
-    def weighted_names(self) -> tuple[str, ...]:
-        """The names of `PolicyLossSums.weighted`, in its order."""
+    @functools.cached_property
+    def metric_names(self) -> LossMetricNames:
+        """The names in this loss's sums, for ranks that compute none too: those of the sums of one token of zeros."""
+        zero = torch.zeros(1)
         if self.own:
-            return _OWN
-        if self.supervised:
-            return _SUPERVISED
-        return (
-            _ALWAYS
-            + (_WITH_TIS if self.tis_bounds is not None else ())
-            + (_WITH_OPSM if self.opsm_delta is not None else ())
-        )
+            return named_sums(zero.sum(), zero.sum(), zero.sum(), {"loss": zero.sum()}).names
+        inputs = PolicyLossInputs(*[zero] * 8, response_lengths=torch.ones(1, dtype=torch.int64))
+        return policy_loss_sums(inputs, dataclasses.replace(self, own_parts=PolicyLossHooks())).names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,18 +178,6 @@ class PolicyLossInputs:
     loss_mask: Tensor
     response_lengths: Tensor  # int64 [samples]
     lengths: tuple[tuple[int, int], ...] = ()  # the whole's and the response's, for functions of the user's
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyLossSums:
-    """What one micro-batch adds to the step; only `loss` carries a gradient."""
-
-    loss: Tensor  # scalar
-    count: Tensor  # int32 scalar: what the loss is divided by
-    weighted: Tensor  # float64 [len(PolicyLossConfig.weighted_names)], divided by `count`
-    by_token: Tensor  # float64 [len(TOKEN_NAMES) + 1], divided by its last entry, the trained tokens
-    maxima: Tensor  # float64 [len(MAXIMUM_NAMES)]
-    own: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # by a function of the user's, divided by `count`
 
 
 def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
@@ -227,30 +202,60 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Po
         loss = loss + reduced
 
     with torch.no_grad():
-        values = (
-            per_token,
-            corrected,
-            inputs.entropy,
-            policy.clipped,
-            inputs.old_log_probs - inputs.log_probs,
-            kl,
-            policy.ratio,
-            *corrections,
-        )
-        mismatch = (inputs.train_log_probs - inputs.rollout_log_probs).abs()
-        ratio_gap = (policy.ratio - 1).abs()
-        weighted = torch.stack([masked_sum(value.double(), weights.double()) for value in values])
+        values = {
+            "loss": per_token,
+            "pg_loss": corrected,
+            "entropy_loss": inputs.entropy,
+            "pg_clipfrac": policy.clipped,
+            "ppo_kl": inputs.old_log_probs - inputs.log_probs,
+            "kl_loss": kl,
+            "ratio_mean": policy.ratio,
+            **corrections,
+        }
+        weighted = summed(values, weights)
         if reduced is not None:
-            weighted[0] += reduced
-            weighted[1] = reduced
-        return PolicyLossSums(
-            loss=loss,
-            count=count.to(torch.int32),
-            weighted=weighted,
-            by_token=torch.stack([mismatch.double().sum(), trained_tokens.double()]),
-            maxima=torch.stack([_largest(ratio_gap), _largest(mismatch)]).double(),
-            own={name: masked_sum(values.double(), weights.double()) for name, values in noted.items()},
+            weighted["loss"] = weighted["loss"] + reduced
+            weighted["pg_loss"] = reduced.detach().double()
+        return named_sums(
+            loss,
+            count,
+            trained_tokens,
+            weighted,
+            mismatch=(inputs.train_log_probs - inputs.rollout_log_probs).abs(),
+            ratio_gap=(policy.ratio - 1).abs(),
+            own=summed(noted, weights),
         )
+
+
+def named_sums(
+    loss: Tensor,
+    count: Tensor,
+    trained_tokens: Tensor,
+    weighted: dict[str, Tensor],
+    *,
+    mismatch: Tensor | None = None,
+    ratio_gap: Tensor | None = None,
+    own: dict[str, Tensor] | None = None,
+) -> PolicyLossSums:
+    """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
+
+    Both are [tokens], 0 where masked; a loss that does without them reports 0.
+    """
+    none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
+    mismatch = none if mismatch is None else mismatch
+    ratio_gap = none if ratio_gap is None else ratio_gap
+    return PolicyLossSums(
+        loss=loss,
+        count=count.to(torch.int32),
+        trained_tokens=trained_tokens.double(),
+        weighted=weighted,
+        by_token={"train_rollout_logprob_abs_diff_mean": mismatch.double().sum()},
+        maxima={
+            "ratio_max_abs_diff": _largest(ratio_gap).double(),
+            "train_rollout_logprob_abs_diff_max": _largest(mismatch).double(),
+        },
+        own=own or {},
+    )
 
 
 def _corrected_by_the_user(
@@ -306,14 +311,8 @@ def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Po
     loss = masked_sum(-inputs.log_probs, weights)
     trained_tokens, count = _counts(inputs, settings)
     with torch.no_grad():
-        values = (-inputs.log_probs, inputs.entropy)
-        return PolicyLossSums(
-            loss=loss,
-            count=count.to(torch.int32),
-            weighted=torch.stack([masked_sum(value.double(), weights.double()) for value in values]),
-            by_token=torch.stack([torch.zeros_like(trained_tokens), trained_tokens]).double(),
-            maxima=torch.zeros(len(MAXIMUM_NAMES), dtype=torch.float64, device=mask.device),
-        )
+        weighted = summed({"loss": -inputs.log_probs, "entropy_loss": inputs.entropy}, weights)
+        return named_sums(loss, count, trained_tokens, weighted)
 
 
 def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLoss:
@@ -328,16 +327,18 @@ def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Policy
     return clipped_policy_loss(log_probs, old_log_probs, inputs.advantages, eps_clip_c=settings.eps_clip_c, **clip)
 
 
-def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The policy loss weighted for who drew the samples, and the values to log (`weighted_names` after the first)."""
-    values: tuple[Tensor, ...] = ()
+def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy loss weighted for who drew the samples, and the values to log, [tokens] by name."""
+    values: dict[str, Tensor] = {}
     if settings.tis_bounds is not None:
         low, high = settings.tis_bounds
         weights, unbounded = truncated_importance_weights(
             inputs.train_log_probs, inputs.rollout_log_probs, low=low, high=high
         )
         loss = loss * weights
-        values += (unbounded, (weights != unbounded).to(loss.dtype), (unbounded - 1).abs())
+        values["tis"] = unbounded
+        values["tis_clipfrac"] = (weights != unbounded).to(loss.dtype)
+        values["tis_abs"] = (unbounded - 1).abs()
     if settings.opsm_delta is not None:
         left_out = off_policy_sequences(
             inputs.log_probs,
@@ -348,7 +349,7 @@ def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfi
             delta=settings.opsm_delta,
         )
         loss = loss * (1 - left_out)
-        values += (left_out,)
+        values["opsm_clipfrac"] = left_out
     return loss, values
 
 

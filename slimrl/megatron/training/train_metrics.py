@@ -25,12 +25,12 @@ from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
 from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossConfig, PolicyLossSums
+from slimrl.megatron.training.loss import PolicyLossConfig
+from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums
 from slimrl.models.model_spec import shape_of
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
 CORRECT_REWARD = 1.0
-_OF_EVERY_SAMPLE = ("rollout/rewards", "rollout/truncated", "rollout/response_lengths", "rollout/total_lengths")
 # passes over the model -> what they cost in forward passes
 _PASSES = {"ref_log_probs": 1, "log_probs": 1, "actor_train": FORWARD_AND_BACKWARD}
 
@@ -70,11 +70,12 @@ def rollout_report(
 
     `returns` and `entropy` are float32 [response tokens] where they are known; `seconds` by phase (`PhaseTimes`).
     """
+    of_every_sample = _plain_sums(batch)
     sums = {
         "samples": float(len(batch)),
         "tokens": float(batch.total_lengths.sum()),
         "flops": float(forward_flops(shape_of(args), batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
-        **dict(zip(_OF_EVERY_SAMPLE, _plain_sums(batch), strict=True)),
+        **of_every_sample,
     }
     if args.compute_advantages_and_returns:
         sums |= _policy_sums(args, batch, columns, returns, entropy)
@@ -84,15 +85,21 @@ def rollout_report(
     samples, tokens, flops = total.pop("samples"), total.pop("tokens"), total.pop("flops")
     trained, correct = total.pop("trained", 0.0), total.pop("correct", 0.0)
     of_correct = total.pop("rollout/correct_entropy", 0.0)
-    means = {name: value / max(samples if name in _OF_EVERY_SAMPLE else trained, 1.0) for name, value in total.items()}
+    means = {name: value / max(samples if name in of_every_sample else trained, 1.0) for name, value in total.items()}
     if correct:
         means["rollout/correct_entropy"] = of_correct / correct
     return means | _speeds(seconds, tokens, flops, parallel.world_size)
 
 
-def _plain_sums(batch: RolloutBatch) -> list[float]:
-    columns = (batch.rewards.double(), batch.truncated, batch.response_lengths, batch.total_lengths)
-    return [float(column.sum()) for column in columns]
+def _plain_sums(batch: RolloutBatch) -> dict[str, float]:
+    """Sums over all samples."""
+    columns = {
+        "rollout/rewards": batch.rewards.double(),
+        "rollout/truncated": batch.truncated,
+        "rollout/response_lengths": batch.response_lengths,
+        "rollout/total_lengths": batch.total_lengths,
+    }
+    return {name: float(column.sum()) for name, column in columns.items()}
 
 
 def _policy_sums(
@@ -173,32 +180,39 @@ def reduce_step(
     added in float64, so that the numbers printed do not depend on the cut of the batch. Raises HookFailedError, on
     every rank, where a metric of a function of the user's has a name that is taken.
     """
-    weighted_names = settings.weighted_names
-    count_of_totals = 1 + len(weighted_names) + len(TOKEN_NAMES) + 1  # the count, the sums, the trained tokens
-    values = torch.zeros(count_of_totals + len(MAXIMUM_NAMES), dtype=torch.float64, device=parallel.device)
-    if parallel.is_last_stage:
-        totals, maxima = values.split([count_of_totals, len(MAXIMUM_NAMES)])
-        for entry in sums:
-            totals += torch.cat([entry.count.double().reshape(1), entry.weighted, entry.by_token])
-            torch.maximum(maxima, entry.maxima, out=maxima)
-        if parallel.dp_size > 1:
-            dist.all_reduce(totals, group=parallel.dp_group)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
-    totals, maxima = parallel.from_last_stage(values).split([count_of_totals, len(MAXIMUM_NAMES)])
-    count, *numbers = totals.tolist()
-    weighted, by_token = numbers[: len(weighted_names)], numbers[len(weighted_names) :]
-    tokens = by_token.pop()
-    metrics = {name: value / max(count, 1.0) for name, value in zip(weighted_names, weighted, strict=True)}
+    names = settings.metric_names
+    reduced = _reduced(sums, names, parallel)
+    count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
+    metrics = {name: reduced[name] / count for name in names.weighted}
     if settings.compares_policies:
-        metrics |= {name: value / max(tokens, 1.0) for name, value in zip(TOKEN_NAMES, by_token, strict=True)}
-        metrics |= dict(zip(MAXIMUM_NAMES, maxima.tolist(), strict=True))
+        metrics |= {name: reduced[name] / tokens for name in names.by_token}
+        metrics |= {name: reduced[name] for name in names.maxima}
     if settings.own:
         metrics.pop("ratio_max_abs_diff", None)  # its ratio, if it has one, is its own
     if settings.own or settings.own_parts.correction is not None:
         own = _own_metrics(sums, parallel)
         _check_names(own, metrics, settings)
-        metrics |= {name: value / max(count, 1.0) for name, value in own.items()}
-    return metrics | {"tokens": tokens}
+        metrics |= {name: value / count for name, value in own.items()}
+    return metrics | {"tokens": reduced["tokens"]}
+
+
+def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
+    """The metrics by name, added or the largest over micro-batches and ranks; "count" and "tokens" with them."""
+    of_totals = ("count", *names.weighted, *names.by_token, "tokens")
+    sizes = [len(of_totals), len(names.maxima)]
+    values = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
+    if parallel.is_last_stage:
+        totals, maxima = values.split(sizes)
+        for entry in sums:
+            if entry.names != names:
+                raise ValueError(f"a micro-batch's loss has the metrics {entry.names}, and its settings {names}")
+            added = {"count": entry.count, "tokens": entry.trained_tokens, **entry.weighted, **entry.by_token}
+            totals += torch.stack([added[name].double() for name in of_totals])
+            torch.maximum(maxima, torch.stack([entry.maxima[name] for name in names.maxima]), out=maxima)
+        if parallel.dp_size > 1:
+            dist.all_reduce(totals, group=parallel.dp_group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
+    return dict(zip((*of_totals, *names.maxima), parallel.from_last_stage(values).tolist(), strict=True))
 
 
 def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossConfig) -> None:

@@ -38,7 +38,8 @@ from slimrl.megatron.training.forward_step import (
     layer_tokens,
 )
 from slimrl.megatron.training.freeze import freeze_parameters, trained_weights
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossSums
+from slimrl.megatron.training.loss import PolicyLossConfig
+from slimrl.megatron.training.loss_metrics import PolicyLossSums
 from slimrl.megatron.training.memory_report import MemoryReport
 from slimrl.megatron.training.nonfinite_guard import NonFiniteGuard
 from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler

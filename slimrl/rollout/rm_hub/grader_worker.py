@@ -29,6 +29,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not stand between the replies
     from slimrl.rollout.rm_hub import rule_graders
 
+    rule_graders.load_graders()
     algebra = _Algebra(lambda notice: print(json.dumps(notice), file=replies))
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin.buffer:

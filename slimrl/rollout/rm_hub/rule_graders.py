@@ -1,8 +1,9 @@
 """The rule-based graders by name: pure functions of text, run in a grader process.
 
-`registry` packs a request, `grader_worker` calls `judge`. Here are the parts that the rules use: the final answer of a
-response (its last `\\boxed{...}`, and the end of its own text), multiple choice as in GPQA (the letter that a response
-settles on, or the choice that it spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
+`registry` packs a request, `grader_worker` calls `judge`; a rule's row in `slimrl.data.reward_table` names its function
+(response, request, algebra). Here are the parts that the rules use: the final answer of a response (its last
+`\\boxed{...}`, and the end of its own text), multiple choice as in GPQA (the letter that a response settles on, or the
+choice that it spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from slimrl.data.reward_table import REWARDS, load, reward_of
 from slimrl.rollout.rm_hub import ifeval
 from slimrl.rollout.rm_hub.choice_letters import Statement, statements
 from slimrl.rollout.rm_hub.math_equivalence import answers_equal
@@ -199,7 +201,6 @@ def _words(text: str) -> str:
 Algebra = Callable[[str, str], bool]
 
 DAPO_TAIL_CHARS = 300
-NO_ANSWER = "[INVALID]"
 THINKING_ENDS = ("</think>", "###Response")
 _ANSWER_LINE = re.compile(r"(?i)answer[\s*_]*[:：][\s*_`]*([^\n]+)")
 # emphasis is not part of an answer; between two values `**` is a power
@@ -217,12 +218,20 @@ def judge(request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
         response = last_boxed(response)
         if response is None:
             return wrong(request["rule"])
-    return _RULES[request["rule"]](response, request, algebra)
+    return load(reward_of(request["rule"]).grader)(response, request, algebra)
+
+
+def load_graders() -> None:
+    """Imports every grader, so that none is imported within the time limit of an answer."""
+    for row in REWARDS:
+        if row.grader:
+            load(row.grader)
 
 
 def wrong(rule: str) -> float | dict[str, Any]:
     """The reward of an answer that is wrong, missing, or without a verdict."""
-    return {"score": -1.0, "acc": False, "pred": NO_ANSWER} if rule == "dapo" else 0.0
+    reward = reward_of(rule).wrong
+    return dict(reward) if isinstance(reward, Mapping) else reward
 
 
 def after_thinking(response: str) -> str | None:
@@ -234,18 +243,21 @@ def after_thinking(response: str) -> str | None:
     return None
 
 
-def _math(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+def math(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    """Whether the last box means the same as the label."""
     answer = response if request["boxed"] else last_boxed(response)
     return float(answer is not None and answers_equal(answer, request["label"], algebra))
 
 
-def _deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+def deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    """The same of what follows the thinking."""
     if not request["boxed"]:
         response = after_thinking(response) or ""
-    return _math(response, request, algebra)
+    return math(response, request, algebra)
 
 
-def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str, Any]:
+def dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str, Any]:
+    """Whether the last answer line means the same as the label."""
     if request["boxed"]:
         pred = response.strip()
     else:
@@ -259,28 +271,20 @@ def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str,
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
-def _f1(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+def best_f1(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    """`f1` with the label, or with the best of several."""
     if request["boxed"]:
         response = _TEXT_COMMAND.sub(r"\1", response)
     return max(f1(response, label) for label in request["label"])
 
 
-def _gpqa(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+def gpqa(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    """Whether the right choice is settled on after the thinking."""
     rest = after_thinking(response)
     return float(is_right(response if rest is None else rest, request["question"]))
 
 
-def _ifeval(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+def follows_instructions(response: str, request: dict[str, Any], algebra: Algebra) -> float:
+    """Whether every instruction is followed after the thinking."""
     rest = after_thinking(response)
     return float(all(ifeval.followed(response if rest is None else rest, request["instructions"])))
-
-
-_RULES: dict[str, Callable[[str, dict[str, Any], Algebra], float | dict[str, Any]]] = {
-    "math": _math,
-    "deepscaler": _deepscaler,
-    "dapo": _dapo,
-    "f1": _f1,
-    "gpqa": _gpqa,
-    "ifbench": _ifeval,
-    "ifeval": _ifeval,
-}

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments import Arguments
+from slimrl.data.reward_table import GradedBy
 from slimrl.data.sample import Sample
 from slimrl.hooks import CustomReward, GroupReward, resolve
 from slimrl.hooks.base import plain_number
@@ -176,9 +177,10 @@ class RewardScorer:
         if not registry.is_builtin(rm_type):
             raise ValueError(_unknown_type(rm_type))
         sample.metadata.pop(REWARD_FAILURE_KEY, None)
-        if rm_type == registry.MODEL:
+        by = registry.graded_by(rm_type)
+        if by is GradedBy.REWARD_MODEL:
             return await self._score_by_model(sample)
-        if registry.is_remote(rm_type):
+        if by is GradedBy.SERVICE:
             return await self._score_by_service(rm_type, sample)
         try:
             return await registry.grade(rm_type, sample, self._graders)
