@@ -31,6 +31,8 @@ import stale_resources
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
 SCAN_INTERVALS_S = (1.0, 15.0)  # while the command starts, and later
+SCAN_DELAY_S = 0.01  # after a file was created, until its process has mapped it
+IN_CREATE, IN_MOVED_TO = 0x100, 0x80  # of inotify
 START_UP_S = 60.0
 REAP_TIMEOUT_S = 10.0
 
@@ -71,6 +73,9 @@ class Subreaper:
         poller.register(wake_fd, select.POLLIN)
         if parent_fd is not None:
             poller.register(parent_fd, select.POLLIN)
+        created_fd = watch_folder(SHARED_MEMORY) if self.prefixes else None
+        if created_fd is not None:
+            poller.register(created_fd, select.POLLIN)
         started = time.monotonic()
         next_scan = started
         while self.status is None:
@@ -81,7 +86,11 @@ class Subreaper:
                 return
             if wake_fd in ready and not self.obey(os.read(wake_fd, 64)):
                 return
-            if (now := time.monotonic()) >= next_scan:
+            now = time.monotonic()
+            if created_fd in ready:
+                os.read(created_fd, 65536)
+                next_scan = min(next_scan, now + SCAN_DELAY_S)
+            if now >= next_scan:
                 self.scan_shared_memory()
                 next_scan = now + SCAN_INTERVALS_S[now - started > START_UP_S]
 
@@ -143,6 +152,15 @@ def open_pidfd(pid: int) -> int | None:
         sys.exit(0)
     except OSError:
         return None
+
+
+def watch_folder(folder: str) -> int | None:
+    """A file descriptor that becomes readable when a file appears in `folder`; None where the kernel has no inotify."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0 or libc.inotify_add_watch(descriptor, folder.encode(), IN_CREATE | IN_MOVED_TO) < 0:
+        return None
+    return descriptor
 
 
 def catch_signals() -> int:

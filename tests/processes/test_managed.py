@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.processes import ManagedProcess, ProcessStartError, stale_resources
+from slimrl.processes import ManagedProcess, ProcessStartError, stale_resources, subreaper
 
 pytestmark = pytest.mark.slow
 
@@ -170,12 +171,24 @@ def test_a_command_that_does_not_exist_is_reported(tmp_path):
         process.wait_until(lambda: False, timeout_s=20)
 
 
+def test_a_new_file_in_a_watched_folder_wakes_the_watcher_and_a_written_one_does_not(tmp_path):
+    (tmp_path / "old").touch()
+    descriptor = subreaper.watch_folder(os.fspath(tmp_path))
+    try:
+        (tmp_path / "old").write_text("more")
+        assert select.select([descriptor], [], [], 0.2)[0] == []
+        (tmp_path / "new").touch()
+        assert select.select([descriptor], [], [], 20)[0] == [descriptor]
+    finally:
+        os.close(descriptor)
+
+
 def test_what_a_killed_guardian_left_goes_with_the_next_start(tmp_path):
     process = managed(tmp_path, TREE)
     process.start()
     pids, folder, memory = tree_of(process.log_path)
     deadline = time.monotonic() + 20
-    while memory.name not in (folder / stale_resources.OWNER).read_text():  # it looks around every second
+    while memory.name not in (folder / stale_resources.OWNER).read_text():  # it looks when a file appears
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for pid in (process.pid, *pids):
