@@ -34,8 +34,8 @@ def train(run: Run) -> None:
                 generation = run.start_generation(rollout_id + 1)
             metrics = run.train(rollout)
             run.save_if_due(rollout, metrics)
-            if run.weights_due(rollout_id) or run.evaluation_due(rollout_id):
-                run.make_way(generation)
+            if run.should_update_weights(rollout_id) or run.should_evaluate(rollout_id):
+                run.drain_generation(generation)
                 run.update_weights(rollout_id + 1)
             run.record(rollout, metrics)
         run.evaluate_if_due(rollout_id)
