@@ -176,7 +176,7 @@ class TrainGroup:
         self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
         self.last_weight_update: dict[str, float] = {}  # its metrics by their full names
         ranks = gpus.plan.train
-        gpus = gpus_of_nodes()
+        gpus_by_node = gpus_of_nodes()
         self.workers = [
             TrainWorker.options(
                 **gpus.options(gpu, TRAIN_SHARE),
@@ -187,7 +187,7 @@ class TrainGroup:
                 rank,
                 len(ranks),
                 launch,
-                RankLocation(gpus.gpus[gpu].gpu_id, gpus[gpus.gpus[gpu].node]),
+                RankLocation(gpus.gpus[gpu].gpu_id, gpus_by_node[gpus.gpus[gpu].node]),
                 Path.cwd(),
             )
             for rank, gpu in enumerate(ranks)
