@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
 from slimrl.cluster.launch import check_driver_sees_gpus
 from slimrl.platform.launch_env import Machine, this_machine
@@ -106,8 +106,8 @@ def _own_signal_handler() -> Iterator[None]:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         numbers = [number for number in came() if number in handlers]
-    for number in numbers[:1]:
-        signal.raise_signal(number)
+    for first in numbers[:1]:
+        signal.raise_signal(first)
         raise KeyboardInterrupt  # its handler says so only of the first signal, which may have been ignored
 
 

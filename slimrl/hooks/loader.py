@@ -260,9 +260,7 @@ def in_hook() -> Iterator[None]:
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """From now on no task that a hook makes in `loop` can end the loop: whoever awaits it finds a HookExitError."""
 
-    def make(
-        loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **keywords: Any
-    ) -> asyncio.Task[Any]:
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **keywords: Any) -> asyncio.Task[Any]:
         return asyncio.Task(_Contained(coroutine) if _in_hook.get() else coroutine, loop=loop, **keywords)
 
     loop.set_task_factory(make)

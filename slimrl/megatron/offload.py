@@ -19,7 +19,7 @@ import enum
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device)
     found: dict[int, Backend] = {}
     for group in groups:
         if group.size() > 1:
-            backend = group._get_backend(device)
+            backend: Any = group._get_backend(device)
             found[id(backend)] = backend
     return list(found.values())
 

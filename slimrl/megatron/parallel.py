@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ def _current_state(rank: int, world_size: int, device: torch.device, virtual_sta
         "ep_group": parallel_state.get_expert_model_parallel_group(),
         "etp_group": parallel_state.get_expert_tensor_parallel_group(),
     }
-    places = {}
+    places: dict[str, Any] = {}
     for axis in ("tp", "pp", "dp", "cp", "ep", "etp"):
         group = groups[f"{axis}_group"]
         places |= {f"{axis}_rank": group.rank(), f"{axis}_size": group.size()}

@@ -95,4 +95,4 @@ class OptionalLogHandler(logging.FileHandler):
         try:
             super().close()
         except OSError:
-            self.stream = None  # type: ignore[assignment]
+            self.stream = None

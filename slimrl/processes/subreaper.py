@@ -26,7 +26,7 @@ import tempfile
 import time
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # run as a file, without the package around it
-import stale_resources
+import stale_resources  # type: ignore[import-not-found]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
@@ -125,8 +125,9 @@ class Subreaper:
                 paths = (line.split(maxsplit=5)[5].strip() for line in maps if SHARED_MEMORY in line)
                 found = {path for path in paths if path.startswith(self.prefixes)} - self.mapped
                 self.mapped |= found
-                for path in found if self.owner is not None else ():
-                    self.owner.add_shared_memory(path)
+                if self.owner is not None:
+                    for path in found:
+                        self.owner.add_shared_memory(path)
 
 
 def prctl(option: int, value: int) -> None:

@@ -165,6 +165,10 @@ class TrainWorker:
 logger = logging.getLogger("slimrl")
 
 
+def _death_of(rank: int) -> Callable[[BaseException], str]:
+    return lambda error: f"train worker rank {rank} died: {error}"
+
+
 class TrainGroup:
     """One worker per training GPU. Every method blocks until all ranks have answered."""
 
@@ -178,7 +182,7 @@ class TrainGroup:
         ranks = gpus.plan.train
         gpus_by_node = gpus_of_nodes()
         self.workers = [
-            TrainWorker.options(
+            TrainWorker.options(  # type: ignore[attr-defined]
                 **gpus.options(gpu, TRAIN_SHARE),
                 runtime_env={"env_vars": launch.environment},
                 name=f"train worker {rank}",
@@ -193,7 +197,7 @@ class TrainGroup:
             for rank, gpu in enumerate(ranks)
         ]
         for rank, worker in enumerate(self.workers):
-            supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
+            supervisor.watch(worker.watch.remote(), _death_of(rank))
         for worker in self.workers:
             worker.call.remote("prepare")  # calls run in order: nobody has to wait for this one
 

@@ -216,7 +216,7 @@ def with_latent_epsilon(layer: ModuleSpec) -> ModuleSpec:
 class FusedLatentUpProjection:
     """Makes Transformer Engine's layer of a norm and a column-parallel projection, as `TENorm` makes its norms."""
 
-    def __new__(cls, *args: Any, config: MLATransformerConfig, **settings: Any) -> torch.nn.Module:
+    def __new__(cls, *args: Any, config: MLATransformerConfig, **settings: Any) -> Any:
         # the class exists only where Transformer Engine is installed
         engine = importlib.import_module("megatron.core.extensions.transformer_engine")
         of_latents = copy.copy(config)
@@ -269,7 +269,7 @@ class WholeLinear(torch.nn.Module):
         config.init_method(weight)
         self.weight = torch.nn.Parameter(weight)
         # Each rank sees its own part of the tokens: the gradients of the copies must be added up.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """`x` [tokens, batch, hidden_size] to [tokens, batch, output_size], and no bias, as parallel layers return."""

@@ -151,4 +151,4 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce = False  # type: ignore[attr-defined]

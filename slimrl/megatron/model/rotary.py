@@ -82,7 +82,7 @@ class PackedLatentSelfAttention(MLASelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if not config.apply_rope_fusion:
-            self.rotary_pos_emb = _FrequenciesOfTokens(self.rotary_pos_emb)
+            self.rotary_pos_emb: Any = _FrequenciesOfTokens(self.rotary_pos_emb)
 
     def get_query_key_value_tensors(
         self,

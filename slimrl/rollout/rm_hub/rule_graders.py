@@ -245,7 +245,7 @@ def _deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> flo
     return _math(response, request, algebra)
 
 
-def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str, Any]:
+def _dapo(response: str, request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
     if request["boxed"]:
         pred = response.strip()
     else:
