@@ -176,7 +176,7 @@ _in_hook: contextvars.ContextVar[bool] = contextvars.ContextVar("slimrl_in_hook"
 _ENDS_A_LOOP = (SystemExit, KeyboardInterrupt)  # asyncio lets them through a task, out of the loop
 
 
-class naming:
+class naming:  # noqa: N801
     """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it, and its lines.
 
     The block must not wait for anything: a cancellation within it is taken for the hook's. What `passes` stays as it

@@ -119,6 +119,7 @@ def _torch_stand_in() -> _Placeholder:
 
 
 def megatron_modules() -> list[types.ModuleType]:
+    """Those of megatron-core that are imported."""
     return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
 
 
@@ -162,7 +163,8 @@ def accept_cpu_tensor_types() -> None:
 
 def run_sharding_on_cpu() -> None:
     """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and lets gathers run on while it goes on
-    to what a stream would order after them: gloo has none, and memory was written to after it had been freed."""
+    to what a stream would order after them: gloo has none, and memory was written to after it had been freed.
+    """
     for module in megatron_modules():
         if module.__name__.startswith("megatron.core.distributed.fsdp"):
             for function in _functions(module):

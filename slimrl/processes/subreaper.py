@@ -36,6 +36,8 @@ REAP_TIMEOUT_S = 10.0
 
 
 class Subreaper:
+    """Starts a command, reaps what it leaves behind, and ends all of it with its parent."""
+
     def __init__(self, parent: int, prefixes: list[str], command: list[str]) -> None:
         self.parent = parent
         self.prefixes = tuple(SHARED_MEMORY + prefix for prefix in prefixes)
@@ -131,6 +133,7 @@ class Subreaper:
 
 
 def prctl(option: int, value: int) -> None:
+    """The system call of this name; raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
@@ -196,10 +199,12 @@ def descendants() -> list[int]:
 
 
 def log(message: str) -> None:
+    """A line on standard error."""
     print(f"[slimrl guardian {os.getpid()}] {message}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
+    """Runs the command of the arguments and ends with its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--shared-memory-prefix", action="append", default=[])

@@ -130,7 +130,8 @@ def is_right(response: str, question: dict[str, Any]) -> bool:
 
 def chosen_letter(response: str, letters: list[str]) -> str | None:
     """The letter of the last box, else of the last line that is one, else the one that the text last calls the answer
-    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny."""
+    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny.
+    """
     boxed = last_boxed(response)
     for pattern, text in (
         (_ALONE, boxed or ""),
