@@ -194,7 +194,7 @@ def redirect_to(path: Path, level: str) -> None:
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    faulthandler.enable(file=sys.__stderr__)
+    faulthandler.enable(file=sys.__stderr__ or 2)
     # whoever prints, a reward function of the user's, say, is not ended by a full disk
     sys.stdout, sys.stderr = optional_output(1), optional_output(2)
     logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, force=True)

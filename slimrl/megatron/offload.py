@@ -94,7 +94,7 @@ def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device)
     return list(found.values())
 
 
-def _groups() -> list[dist.ProcessGroup]:
+def _groups() -> list[Any]:
     """Megatron's own list, in the order in which the groups were made, which no rank can change."""
     made = parallel_state._global_process_group_list or []
     return [dist.group.WORLD if group is None else group for group in made]

@@ -61,7 +61,7 @@ class ParallelState:
 
     def holds_head(self, virtual_stage: int | None) -> bool:
         """True where this (virtual) stage of this rank ends with the logits."""
-        last = virtual_stage is None or virtual_stage == self.virtual_stages - 1
+        last = virtual_stage is None or self.virtual_stages is None or virtual_stage == self.virtual_stages - 1
         return self.is_last_stage and last
 
     def from_last_stage(self, values: Tensor) -> Tensor:

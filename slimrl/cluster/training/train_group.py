@@ -165,7 +165,7 @@ class TrainWorker:
 logger = logging.getLogger("slimrl")
 
 
-def _death_of(rank: int) -> Callable[[BaseException], str]:
+def _death_of(rank: int) -> Callable[[Exception | None], str]:
     return lambda error: f"train worker rank {rank} died: {error}"
 
 
@@ -264,7 +264,7 @@ class TrainGroup:
         }
         return report
 
-    def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
         calls = [
             worker.call.remote("save", rollout_id, data_state if rank == 0 else None)  # who writes it; it may be large

@@ -121,6 +121,7 @@ class Rank:
 
         self._trainer.memory.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
         running: RunningRequests = "retract" if self._setup.args.update_weights_in_flight else "abort"
+        assert self._updater is not None  # of `connect_engines`
         report = self._updater.update_weights(
             self._trainer.stages, version=version, check_equal=check_equal, running=running
         )

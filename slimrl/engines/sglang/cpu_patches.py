@@ -148,7 +148,7 @@ def install() -> bool:
     # sglang compiles its seeded sampler: 17 s at the first request, and it would need a C++ compiler
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # SGLang's debugging aid imports megatron.core wherever it is installed: 1 s for nothing
-    sys.modules.setdefault("megatron", None)
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     return True
 
 

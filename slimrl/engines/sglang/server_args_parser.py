@@ -76,14 +76,14 @@ class _Module:
         return cls(
             _assignments(body),
             {node.name: node for node in body if isinstance(node, ast.ClassDef)},
-            {a.asname or a.name: (node.module, a.name) for node in imports for a in node.names},
+            {a.asname or a.name: (str(node.module), a.name) for node in imports for a in node.names},
         )
 
 
 def _assignments(body: list[ast.stmt]) -> dict[str, ast.expr]:
     plain = {n.targets[0].id: n.value for n in body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)}
-    annotated = (n for n in body if isinstance(n, ast.AnnAssign) and n.value is not None)
-    return plain | {n.target.id: n.value for n in annotated if isinstance(n.target, ast.Name)}
+    annotated = [n for n in body if isinstance(n, ast.AnnAssign)]
+    return plain | {n.target.id: n.value for n in annotated if isinstance(n.target, ast.Name) and n.value is not None}
 
 
 class _Modules:
@@ -159,7 +159,8 @@ def _annotated_flag(dest: str, annotation: ast.expr, module: _Module, modules: _
     described = next((m for m in metadata if _name(m) == "Arg" or not isinstance(m, ast.Call)), None)
     if described is None:
         return None
-    arg = {k.arg: k.value for k in described.keywords} if isinstance(described, ast.Call) else {}
+    keywords = described.keywords if isinstance(described, ast.Call) else []
+    arg = {k.arg: k.value for k in keywords if k.arg is not None}
     if modules.literal(arg.get("no_cli"), module):
         return None
     spelled = modules.literal(arg.get("cli_name"), module) or "--" + dest.replace("_", "-")
@@ -196,7 +197,8 @@ def _with_value(
         value_type, nargs = value_type.slice if isinstance(value_type, ast.Subscript) else ast.Name("str"), nargs or "+"
     elif outer == "bool":
         return dataclasses.replace(flag, action="store_true")
-    plain = _name(value_type) if _name(value_type) in ("int", "float") else "str"
+    name = _name(value_type)
+    plain = name if name in ("int", "float") else "str"
     return dataclasses.replace(
         flag, type=parser or plain, nargs=nargs, choices=tuple(choices) if choices is not None else None
     )

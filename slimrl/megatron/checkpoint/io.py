@@ -187,6 +187,7 @@ def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of `FileSystemReader.read_metadata`; a file per rank is never written here, nor read."""
     _check(Path(self.path), METADATA_NAME)
     metadata = read_metadata(Path(self.path))
+    assert metadata.storage_meta is not None  # `read_metadata` sees to it
     metadata.storage_meta.load_id = self.load_id
     return metadata
 

@@ -96,6 +96,7 @@ class PackedCoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> list[Tensor]:
         """Each rank's queries against the keys of all ranks; every sequence has two pieces of queries here."""
+        assert self.context_group is not None
         rank, ranks = self.context_group.rank(), self.context_group.size()
         channels = [key.shape[-1], value.shape[-1]]
         rows = _GatheredRows.apply(torch.cat([key, value], dim=-1), self.context_group)

@@ -77,6 +77,7 @@ class PackedSequences(PackedSeqParams):
 
     def token_frequencies(self, make: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
         """The frequencies of this rank's tokens (see `TokenFrequencies.of`); gathered anew outside `for_one_pass`."""
+        assert self.positions is not None  # as `packed_sequences` makes them
         return (self.frequencies or TokenFrequencies()).of(self.positions, make)
 
 
