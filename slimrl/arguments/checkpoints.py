@@ -126,6 +126,7 @@ class Start:
     @property
     def sentence(self) -> str:
         """Where the run begins, for its log."""
+        assert self.weights is not None  # checked flags name some
         if self.resumed:
             return f"resuming from {self.weights.folder} with rollout {self.first_rollout}"
         source = f"a fresh start from {self.flag} {self.weights.folder}, with rollout {self.first_rollout}"
@@ -156,8 +157,8 @@ def start_of(args: Arguments) -> Start:
     """From checked flags: --load where it holds a checkpoint, else --ref-load."""
     reference = find(args.ref_load, args.ref_ckpt_step)
     loaded = find(args.load, args.ckpt_step)
-    resumed = loaded is not None and loaded.iteration is not None and not args.finetune
-    first = loaded.iteration + 1 if resumed else 0
+    trained = None if loaded is None or args.finetune else loaded.iteration
+    resumed, first = trained is not None, 0 if trained is None else trained + 1
     return Start(
         weights=loaded or reference,
         flag="--ref-load" if loaded is None else "--load",

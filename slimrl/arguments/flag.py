@@ -141,6 +141,9 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
 
+    The annotation of the field is the type that it has once the flags are checked: a flag that is required, or that
+    `derive` fills in, is no `| None`.
+
     `spellings` are further names of the same flag, `off` are names that set a switch to False; with `negated` the
     switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more,
     `nargs="*"` any number. The next five bound a number. `parse` reads one word where the type alone does not say
@@ -179,7 +182,9 @@ def flag_specs(group: type) -> list[FlagSpec]:
 
 def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> FlagSpec:
     declared = field.metadata[_METADATA_KEY]
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     own_name = () if declared["negated"] else ("--" + field.name.replace("_", "-"),)
     return FlagSpec(
         dest=field.name,
@@ -200,12 +205,18 @@ def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag
 
 
 def _value_type(hint: Any) -> type:
-    """The type of one value: `int | None` is int, `list[str]` is str, `dict[...]` is dict (a JSON object)."""
+    """The type of one value: `int | None` is int, `list[str]` is str, `dict[...]` is dict (a JSON object).
+
+    `Literal["a", "b"]` is str.
+    """
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     if typing.get_origin(hint) is list:
-        return typing.get_args(hint)[0]
-    return typing.get_origin(hint) or hint
+        (hint,) = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return type(typing.get_args(hint)[0])
+    of_values: type = typing.get_origin(hint) or hint
+    return of_values
 
 
 def _either(choices: tuple[Any, ...]) -> str:

@@ -16,7 +16,7 @@ from slimrl.models.config_tables import MODEL_TYPES, TABLES, stated_flags
 
 def disagreements(args: Arguments, config: Config) -> list[Problem]:
     """One problem for each flag whose value is not the file's; none where they describe the same model."""
-    table = TABLES.get(config.get("model_type"))
+    table = TABLES.get(config.get("model_type", ""))
     if table is None:
         sentence = (
             f"--hf-checkpoint has model_type {config.get('model_type')!r} and this version trains"

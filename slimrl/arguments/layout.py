@@ -145,8 +145,8 @@ def stage_layers(args: Arguments) -> list[tuple[int, ...]]:
     layer, the first (last) piece has one less. With virtual stages the model goes round the GPUs several times.
     """
     stages, rounds = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    given = {0: args.decoder_first_pipeline_num_layers, stages - 1: args.decoder_last_pipeline_num_layers}
-    given = {stage: number for stage, number in given.items() if number is not None}
+    ends = {0: args.decoder_first_pipeline_num_layers, stages - 1: args.decoder_last_pipeline_num_layers}
+    given = {stage: number for stage, number in ends.items() if number is not None}
     embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
     if stages == 1:
         return [tuple(range(args.num_layers))]

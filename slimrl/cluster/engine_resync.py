@@ -97,7 +97,7 @@ class EngineResync:
             while heard != self._serial:  # what was heard of meanwhile was not acted upon
                 heard = self._serial
                 standing: EngineGroupStatus = self._get("standing", what="the standing of the servers")
-                if standing.waiting:
+                if standing.waiting and serve is not None:
                     serve(standing)
 
     @contextlib.contextmanager
@@ -112,6 +112,7 @@ class EngineResync:
             self._idle = idle
 
     def _update(self, version: int) -> None:
+        assert self._trainers is not None
         self._trainers.update_weights(version)
 
     def _update_weights(self, version: int, update: Callable[[int], Any], *, only_waiting: bool) -> None:
@@ -120,6 +121,7 @@ class EngineResync:
             try:
                 if endpoints != self._connected:
                     self._connected = []
+                    assert self._trainers is not None
                     self._trainers.connect_engines(endpoints)
                     self._connected = endpoints
                 update(version)

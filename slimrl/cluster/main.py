@@ -28,7 +28,8 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 class _Interrupts:
     """Handles SIGINT, SIGTERM and SIGHUP, as Ctrl-C, `ray job stop` and a terminal that closes send them: the first one
-    ends the run, further ones do not disturb its end. SIGHUP is left alone where it is ignored, as under `nohup`."""
+    ends the run, further ones do not disturb its end. SIGHUP is left alone where it is ignored, as under `nohup`.
+    """
 
     def __init__(self) -> None:
         self.first: int | None = None

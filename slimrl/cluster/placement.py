@@ -10,6 +10,7 @@ import dataclasses
 import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -95,7 +96,7 @@ def engine_parts(places: range, per_engine: int, gpus: Sequence[GpuBundle]) -> l
     Raises InsufficientGpusError where an engine lies on several nodes and does not fill all of them alike.
     """
     on_node = Counter(gpu.node for gpu in gpus)
-    engines = []
+    engines: list[list[EnginePart]] = []
     for first in range(places.start, places.stop, per_engine):
         by_node: dict[str, list[int]] = {}
         for index in range(first, first + per_engine):
@@ -159,7 +160,8 @@ class GpuBundles:
             raise
 
     def _probe(self) -> list[GpuBundle]:
-        probes = [_Probe.options(scheduling_strategy=self._strategy(i)).remote() for i in range(self.plan.total)]
+        actor: Any = _Probe
+        probes = [actor.options(scheduling_strategy=self._strategy(i)).remote() for i in range(self.plan.total)]
         places = ray.get([probe.where.remote() for probe in probes])
         for probe in probes:
             ray.kill(probe)

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
 from slimrl.cluster.launch import check_driver_sees_gpus
 from slimrl.platform.launch_env import Machine, this_machine
@@ -106,8 +106,8 @@ def _own_signal_handler() -> Iterator[None]:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         numbers = [number for number in came() if number in handlers]
-    for number in numbers[:1]:
-        signal.raise_signal(number)
+    for first in numbers[:1]:
+        signal.raise_signal(first)
         raise KeyboardInterrupt  # its handler says so only of the first signal, which may have been ignored
 
 
@@ -194,7 +194,7 @@ def redirect_to(path: Path, level: str) -> None:
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    faulthandler.enable(file=sys.__stderr__)
+    faulthandler.enable(file=sys.__stderr__ or 2)
     # whoever prints, a reward function of the user's, say, is not ended by a full disk
     sys.stdout, sys.stderr = optional_output(1), optional_output(2)
     logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, force=True)

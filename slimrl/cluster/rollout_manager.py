@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -44,6 +44,9 @@ from slimrl.rollout.rm_hub.scorer import require_verdicts
 from slimrl.rollout.rollout_function import RolloutOutput, reported_metrics, reported_scalars, rollout_without_engines
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.rollout_metrics import all_metrics
+
+if TYPE_CHECKING:
+    from slimrl.engines.sglang.router import ExternalRouter
 
 LOADS_TIMEOUT_S = 2.0
 LOOP_INTERVAL_S = 1.0
@@ -236,7 +239,7 @@ class RolloutManager:
     @ray.method(concurrency_group="watchdog")
     async def registered(self) -> list[str]:
         """The servers that this run put behind a router of the user's (`--sglang-router-ip`)."""
-        return sorted(self._fleet.router.added) if self._fleet is not None else []
+        return sorted(cast("ExternalRouter", self._fleet.router).added) if self._fleet is not None else []
 
     @ray.method(concurrency_group="watchdog")
     async def server_states(self) -> list[str]:

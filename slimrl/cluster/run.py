@@ -378,9 +378,9 @@ def _resync(
 
 def _start_manager(args: Arguments, plan: PlacementPlan, launch: Launch) -> ray.actor.ActorHandle:
     options = {"runtime_env": {"env_vars": launch.environment}, "name": "rollout manager", "max_concurrency": 64}
-    data_parallel_size = args.data_parallel_size if plan.train else 1
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
-    return RolloutManager.options(**options).remote(args, data_parallel_size, log_path, Path.cwd())
+    actor = RolloutManager.options(**options)  # type: ignore[attr-defined]
+    return actor.remote(args, args.data_parallel_size if plan.train else 1, log_path, Path.cwd())
 
 
 def _resolve_num_rollout(args: Arguments, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> Arguments:

@@ -232,5 +232,5 @@ def _server(server: ServerLoad) -> str:
     if server.running is None or server.seconds is None:
         return f"server {server.url} does not answer"
     load = f"server {server.url} runs {server.running} and queues {server.waiting}"
-    silent = server.running + server.waiting > 0 and server.seconds > _SILENT_S
+    silent = server.running + (server.waiting or 0) > 0 and server.seconds > _SILENT_S
     return f"{load}, but its scheduler has said nothing for {server.seconds:.0f} s" if silent else load

@@ -111,7 +111,8 @@ def row_targets(costs: Sequence[float], ranks: int, rows: int) -> tuple[list[flo
     The rows take the samples from the dearest down, one to a bin.
     """
     dearest_first = sorted(costs, reverse=True)
-    rest, top = sum(costs), []
+    rest = sum(costs)
+    top: list[float] = []
     for row in range(rows):
         bins_left = (rows - row) * ranks
         dearest = dearest_first[row * ranks]
@@ -207,6 +208,7 @@ def greedy_fill(lengths: Sequence[int], cap: int, width: int) -> Bins:
 def _best_fit(left: list[int], gap: int, width: int) -> tuple[int, ...]:
     """Which one of the ascending `left`, or which two, the later one first, come nearest to `gap` from below."""
     single = bisect.bisect_right(left, gap) - 1
+    chosen: tuple[int, ...]
     best, chosen = left[single], (single,)
     if best == gap or 2 * left[-1] < gap:  # two cannot do it: the longest is one of more
         return chosen
@@ -226,7 +228,7 @@ def split_to(bins: Bins, costs: Sequence[float], n_bins: int) -> Bins:
     """Split the dearest bins of two or more samples until there are `n_bins`; needs as many samples as that."""
     heap = [(-sum(costs[i] for i in group), order, group) for order, group in enumerate(bins)]
     heapq.heapify(heap)
-    singles = []
+    singles: list[tuple[float, int, list[int]]] = []
     order = len(bins)
     while len(heap) + len(singles) < n_bins:
         entry = heapq.heappop(heap)
@@ -327,7 +329,8 @@ def bin_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
 def lockstep_idle(dealt: list[Bins], costs: Sequence[float]) -> float:
     """Time lost by ranks that wait for each other after every row, relative to the mean rank's work."""
     rows = list(zip(*(bin_costs(bins, costs) for bins in dealt), strict=True))
-    return sum(max(row) for row in rows) * len(dealt) / sum(sum(row) for row in rows) - 1
+    idle: float = sum(max(row) for row in rows) * len(dealt) / sum(sum(row) for row in rows) - 1
+    return idle
 
 
 def imbalance(dealt: list[Bins], costs: Sequence[float]) -> float:

@@ -7,7 +7,6 @@ Memory stays within a budget of decoded row groups, or one group where that alon
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import logging
 from collections import OrderedDict
@@ -17,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet
 
 from slimrl.data.prompt_format import Row
-from slimrl.data.watched_file import CHUNK, WatchedFile
+from slimrl.data.watched_file import CHUNK, Digest, WatchedFile
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class ParquetFile:
                 read[place] = row
         return read
 
-    def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
+    def blocks(self, start: int, end: int, digest: Digest) -> Iterator[list[Row]]:
         """Rows start to end-1 in order, some thousands at a time; `digest` takes the file's bytes and the bounds."""
         for number, offset in enumerate(range(0, self._watched.size, CHUNK)):
             chunk = self._watched.read(offset, min(offset + CHUNK, self._watched.size))

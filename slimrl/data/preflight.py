@@ -75,7 +75,7 @@ def _in_time(items: Iterable[_Item], deadline: float) -> Iterator[_Item]:
             raise _EndOfLookError
 
 
-def _window(rows: slice) -> tuple[int, int | None, bool]:
+def _window(rows: slice) -> tuple[int, int, bool]:
     """First row, number of rows to look at one by one, and whether the rest of the file may be sampled."""
     start, end = rows.start or 0, rows.stop
     if start < 0 or (end is not None and end < 0):

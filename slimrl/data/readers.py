@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import hashlib
 import itertools
 import json
 import re
@@ -22,7 +21,7 @@ import orjson
 
 from slimrl.data.dataset_spec import DataPath, files_of
 from slimrl.data.prompt_format import InvalidRow, Row
-from slimrl.data.watched_file import CHUNK, WatchedFile
+from slimrl.data.watched_file import CHUNK, Digest, WatchedFile
 
 if TYPE_CHECKING:
     from slimrl.data.parquet import ParquetFile
@@ -63,7 +62,7 @@ class JsonlFile:
                 self._file.compare(int(self._starts[row]), self._end(self._starts, row), self.where(row))
         return read
 
-    def blocks(self, start: int, end: int, digest: hashlib._Hash) -> Iterator[list[Row]]:
+    def blocks(self, start: int, end: int, digest: Digest) -> Iterator[list[Row]]:
         """Rows start to end-1 in order, some megabytes at a time; `digest` takes their bytes.
 
         Numbers of more than 64 bits come as floats here. Raises ChangedDataError where the file is not as it was.
@@ -122,7 +121,7 @@ def _parse(line: bytes | memoryview, *, exact: bool = False) -> Row:
         if exact and _LONG_INTEGER.search(line):
             # orjson turns integers of more than 64 bits into floats; it still has to accept the line, because the
             # standard library alone would let NaN pass
-            row = json.loads(line)
+            row = json.loads(bytes(line))
     except ValueError as error:
         return InvalidRow(f"not valid JSON: {error}")
     if not isinstance(row, dict):
@@ -173,11 +172,11 @@ class RowSet:
         read: list[Row] = [{}] * len(rows)
         for window, wanted in by_window.items():
             found = self._windows[window].file.read([number for _, number in wanted])
-            for (place, _), row in zip(wanted, found, strict=True):
-                read[place] = row
+            for (place, _), content in zip(wanted, found, strict=True):
+                read[place] = content
         return read
 
-    def blocks(self, digest: hashlib._Hash) -> Iterator[list[Row]]:
+    def blocks(self, digest: Digest) -> Iterator[list[Row]]:
         """All rows in order, a block at a time. `digest` takes what they are made of, wherever the files lie.
 
         May run in another thread than `read`.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-Span = list[str | int]
+Span = list[Any]  # [version, tokens]: a list, because it is written as JSON
 
 NO_VERSION = ""  # tokens that no model drew (the words of a tool), or of which nobody said who did
 
@@ -66,6 +66,20 @@ _STATUS_BY_FINISH = {"stop": "completed", "length": "truncated", "abort": "abort
 class SlimeSample:
     """The methods; `self` is always a `Sample`. The fields of `NOT_SERVED` read as None."""
 
+    if TYPE_CHECKING:  # the fields of `Sample` that the methods use
+        Status: ClassVar[type[SampleStatus]]
+        tokens: list[int]
+        response: str
+        response_length: int
+        loss_mask: list[int] | None
+        rollout_log_probs: list[float] | None
+        weight_versions: list[str]
+        version_spans: list[Span]
+        status: SampleStatus
+
+        def reward_value(self, key: str | None = None) -> float:
+            """See `Sample`."""
+
     def __getattr__(self, name: str) -> None:
         if name in NOT_SERVED:
             return None
@@ -77,16 +91,16 @@ class SlimeSample:
         )
 
     @property
-    def effective_response_length(self: Sample) -> int:
+    def effective_response_length(self) -> int:
         """Response tokens that are trained on."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
-    def get_reward_value(self: Sample, args: Any) -> float:
+    def get_reward_value(self, args: Any) -> float:
         """The reward that counts, by `args.reward_key` where it is a dict. Raises ValueError as `reward_value` does."""
         return self.reward_value(args.reward_key)
 
     def append_response_tokens(
-        self: Sample,
+        self,
         args: Any = None,
         *,
         tokens: Iterable[int] | None = None,
@@ -129,7 +143,7 @@ class SlimeSample:
             if not update_terminal_info:
                 self.status = status
 
-    def update_from_meta_info(self: Sample, args: Any, meta_info: Mapping[str, Any]) -> None:
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Takes the weight version and the status from an engine's `meta_info`.
 
         Caches and drafts are counted where the requests are (rollout/prefix_cache_hit_rate and others), not per sample.

@@ -15,6 +15,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,11 +82,12 @@ class RolloutBatch:
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}: the batch has {len(self)}")
         chosen = index.tolist()
-        return RolloutBatch(
+        columns: dict[str, Any] = {
             **{name: _chosen(getattr(self, name), self.total_lengths, chosen) for name in _TOKEN_COLUMNS},
             **{name: _chosen(getattr(self, name), self.response_lengths, chosen) for name in _RESPONSE_COLUMNS},
             **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
-        )
+        }
+        return RolloutBatch(**columns)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, the schedule in its metadata as JSON; replaces `path` atomically."""
@@ -166,7 +168,7 @@ def _column(samples: list[Sample], field: str, lengths: list[int], dtype: type[n
     code, start = _STRUCT_CODES[values.dtype.name], 0
     for position, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         try:
-            struct.pack_into(f"{length}{code}", values, start, *(getattr(sample, field) or ()))
+            struct.pack_into(f"{length}{code}", values.data, start, *(getattr(sample, field) or ()))
         except struct.error as error:
             raise ValueError(f"{_name(sample, position)} has {field} that are no {values.dtype}: {error}") from error
         start += length * values.itemsize
@@ -177,15 +179,16 @@ def _loss_mask(samples: list[Sample], lengths: list[int]) -> Tensor:
     values = torch.ones(sum(lengths), dtype=torch.float32)
     for position, (sample, part) in enumerate(zip(samples, values.split(lengths), strict=True)):
         mask = sample.loss_mask
-        is_ones = mask is None or mask.count(1) == len(mask)
-        if not is_ones and not set(mask) <= {0, 1}:
+        if mask is not None and mask.count(1) == len(mask):
+            mask = None  # all ones, as without
+        if mask is not None and not set(mask) <= {0, 1}:
             raise ValueError(
                 f"{_name(sample, position)} has a loss_mask with other values than 0 and 1: a token is trained on or it"
                 " is not"
             )
         if sample.remove_sample:
             part.zero_()
-        elif not is_ones:
+        elif mask is not None:
             part.copy_(torch.tensor(mask))
     return values
 

@@ -11,10 +11,19 @@ import datetime
 import logging
 import os
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
 logger = logging.getLogger(__name__)
+
+
+class Digest(Protocol):
+    """What the readers of data files give the bytes to that they read: a hash of hashlib."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Takes the next bytes."""
+
 
 CHUNK = 1 << 20  # bytes; stays in the processor's cache
 

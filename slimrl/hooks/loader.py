@@ -176,7 +176,7 @@ _in_hook: contextvars.ContextVar[bool] = contextvars.ContextVar("slimrl_in_hook"
 _ENDS_A_LOOP = (SystemExit, KeyboardInterrupt)  # asyncio lets them through a task, out of the loop
 
 
-class naming:
+class naming:  # noqa: N801
     """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it, and its lines.
 
     The block must not wait for anything: a cancellation within it is taken for the hook's. What `passes` stays as it
@@ -260,9 +260,7 @@ def in_hook() -> Iterator[None]:
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """From now on no task that a hook makes in `loop` can end the loop: whoever awaits it finds a HookExitError."""
 
-    def make(
-        loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **keywords: Any
-    ) -> asyncio.Task[Any]:
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **keywords: Any) -> asyncio.Task[Any]:
         return asyncio.Task(_Contained(coroutine) if _in_hook.get() else coroutine, loop=loop, **keywords)
 
     loop.set_task_factory(make)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slimrl.hooks.base import Hook, RunArguments
 
@@ -63,7 +63,7 @@ class CustomGenerate(Hook, Protocol):
     the function is called with it again, to continue it.
     """
 
-    offered = ("evaluation", "engine", "tokenizer")
+    offered: ClassVar[tuple[str, ...]] = ("evaluation", "engine", "tokenizer")
 
     async def __call__(
         self, args: RunArguments, sample: Sample, sampling_params: dict[str, Any]
@@ -75,8 +75,8 @@ class CustomGenerate(Hook, Protocol):
 class SampleHook(Hook, Protocol):
     """`--rollout-sample-hook-path`: sees each finished sample once, before its reward."""
 
-    offered = ("rollout_id", "evaluation")
-    either = True
+    offered: ClassVar[tuple[str, ...]] = ("rollout_id", "evaluation")
+    either: ClassVar[bool] = True
 
     def __call__(self, args: RunArguments, sample: Sample) -> Any:
         """The sample to go on with, or None for the one it was given."""
@@ -89,7 +89,7 @@ class RolloutFunction(Hook, Protocol):
     `generator` is the built-in rollout to build on (see `slimrl.rollout.sglang_rollout`).
     """
 
-    offered = ("generator", "tokenizer")
+    offered: ClassVar[tuple[str, ...]] = ("generator", "tokenizer")
 
     def __call__(self, args: RunArguments, rollout_id: int, data_source: DataSource, *, evaluation: bool) -> Any:
         """The groups of a rollout with its metrics, or with `evaluation` the results by data set."""

@@ -47,7 +47,7 @@ class SlimeFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Names are looked up when they are asked for, so that what is heavy is only loaded where it is used."""
         table = importlib.import_module(_TABLE)
         module.__doc__ = f"Counterparts of {module.__name__} in slimrl: see docs/coming-from-slime.md."
-        module.__all__ = table.names(module.__name__)
+        vars(module)["__all__"] = table.names(module.__name__)
 
         def look_up(name: str) -> Any:
             if name.startswith("__") or table.is_module(f"{module.__name__}.{name}"):
@@ -56,4 +56,4 @@ class SlimeFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, value)
             return value
 
-        module.__getattr__ = look_up
+        vars(module)["__getattr__"] = look_up

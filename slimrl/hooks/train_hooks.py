@@ -23,7 +23,7 @@ an entry per sample goes along, down to the `batch` of a custom loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slimrl.hooks.base import Hook, RunArguments
 
@@ -150,7 +150,7 @@ class ModelProvider(Hook, Protocol):
     TransformerConfig that the flags make; `slimrl.megatron.model.policy_model` builds what slimrl itself would.
     """
 
-    offered = ("vp_stage", "args", "config")
+    offered: ClassVar[tuple[str, ...]] = ("vp_stage", "args", "config")
 
     def __call__(self, pre_process: bool, post_process: bool) -> Any:
         """The model; `pre_process`, `post_process` say whether it has the embedding and the output layer."""

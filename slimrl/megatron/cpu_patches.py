@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,12 +119,13 @@ def _torch_stand_in() -> _Placeholder:
 
 
 def megatron_modules() -> list[types.ModuleType]:
+    """Those of megatron-core that are imported."""
     return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
     """Every function defined in `module`, methods included, decorators that keep `__wrapped__` looked through."""
-    holders = [vars(module)]
+    holders: list[Mapping[str, Any]] = [vars(module)]
     holders += [vars(c) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     for holder in holders:
         for value in holder.values():
@@ -162,7 +163,8 @@ def accept_cpu_tensor_types() -> None:
 
 def run_sharding_on_cpu() -> None:
     """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and lets gathers run on while it goes on
-    to what a stream would order after them: gloo has none, and memory was written to after it had been freed."""
+    to what a stream would order after them: gloo has none, and memory was written to after it had been freed.
+    """
     for module in megatron_modules():
         if module.__name__.startswith("megatron.core.distributed.fsdp"):
             for function in _functions(module):
@@ -239,7 +241,7 @@ def replace_torch() -> None:
     stand_in = _torch_stand_in()
     for module in megatron_modules():
         if vars(module).get("torch") is torch:
-            module.torch = stand_in
+            vars(module)["torch"] = stand_in
     # A default argument is bound when the module is read, before its `torch` is exchanged.
     sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor
     sharded_tensor.init_data.__defaults__ = (stand_in.empty,)
@@ -247,14 +249,14 @@ def replace_torch() -> None:
 
 def set_random_state_at_once() -> None:
     """The original queues a call for when CUDA initialises, which never happens: the state would stay as it is."""
-    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
 def count_tokens_in_numpy() -> None:
     """The token dispatcher reads counts as numpy arrays, but turns only those into arrays that come from a GPU."""
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,13 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
 from slimrl.megatron.config import ddp_config
 from slimrl.megatron.ref_model import ReferenceWeights
 
-Stage = DistributedDataParallel | FullyShardedDataParallel
+Stage: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,7 +51,7 @@ def wrap(args: Arguments, stages: Sequence[GPTModel], device: torch.device) -> l
             module._state_dict_pre_hooks.clear()
     for shard in _shards(wrapped):
         if shard.is_expert:  # as on the weight itself: experts have parameter groups of their own
-            shard.trained.allreduce = False
+            shard.trained.allreduce = False  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -73,7 +74,7 @@ class _Shard:
     is_expert: bool
 
     @torch.no_grad()
-    def whole(self, shard: Tensor) -> Tensor:
+    def whole(self, shard: DTensor) -> Tensor:
         """The full tensor, on the CPU, of a DTensor that is cut like the weight; collective over `group`."""
         full = shard.to_local().new_zeros(self.parameter.numel())
         full[self.part] = shard.to_local().flatten()
@@ -82,7 +83,7 @@ class _Shard:
         return full.view(self.parameter.shape).cpu()
 
     @torch.no_grad()
-    def fill(self, shard: Tensor, full: Tensor) -> None:
+    def fill(self, shard: DTensor, full: Tensor) -> None:
         """Copy this rank's part of `full` into a DTensor that is cut like the weight."""
         local = shard.to_local()
         local.copy_(full.flatten()[self.part].view(local.shape))
@@ -215,7 +216,7 @@ def _load_state_dict(self: DistributedOptimizer, state_dict: ShardedStateDict) -
         state = self.optimizer.state[shard.trained]
         if isinstance(self.optimizer, torch.optim.Adam):
             state["step"] = torch.tensor(float(step))
-        shard.fill(shard.trained, loaded["param"])
+        shard.fill(cast("DTensor", shard.trained), loaded["param"])
         for name in _MOMENTS:
             shard.fill(state[name], loaded[name])
     if not isinstance(self.optimizer, torch.optim.Adam):

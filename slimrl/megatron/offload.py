@@ -19,7 +19,7 @@ import enum
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -89,12 +89,12 @@ def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device)
     found: dict[int, Backend] = {}
     for group in groups:
         if group.size() > 1:
-            backend = group._get_backend(device)
+            backend: Any = group._get_backend(device)
             found[id(backend)] = backend
     return list(found.values())
 
 
-def _groups() -> list[dist.ProcessGroup]:
+def _groups() -> list[Any]:
     """Megatron's own list, in the order in which the groups were made, which no rank can change."""
     made = parallel_state._global_process_group_list or []
     return [dist.group.WORLD if group is None else group for group in made]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class ParallelState:
 
     def holds_head(self, virtual_stage: int | None) -> bool:
         """True where this (virtual) stage of this rank ends with the logits."""
-        last = virtual_stage is None or virtual_stage == self.virtual_stages - 1
+        last = virtual_stage is None or self.virtual_stages is None or virtual_stage == self.virtual_stages - 1
         return self.is_last_stage and last
 
     def from_last_stage(self, values: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ def _current_state(rank: int, world_size: int, device: torch.device, virtual_sta
         "ep_group": parallel_state.get_expert_model_parallel_group(),
         "etp_group": parallel_state.get_expert_tensor_parallel_group(),
     }
-    places = {}
+    places: dict[str, Any] = {}
     for axis in ("tp", "pp", "dp", "cp", "ep", "etp"):
         group = groups[f"{axis}_group"]
         places |= {f"{axis}_rank": group.rank(), f"{axis}_size": group.size()}

@@ -57,12 +57,13 @@ def activate() -> None:
 
 def define_router_gemm() -> None:
     """The router then computes its logits with torch's own matrix product."""
-    importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
+    router: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    router.te_general_gemm = None
 
 
 def define_fp8_state() -> None:
     """Without Transformer Engine there is no fp8 and nothing to remember about it."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if "FP8GlobalStateManager" not in vars(random):
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
@@ -79,17 +80,18 @@ def answer_version_questions() -> None:
 
     for module in cpu_patches.megatron_modules():
         if vars(module).get("is_te_min_version") is original:
-            module.is_te_min_version = is_te_min_version
+            vars(module)["is_te_min_version"] = is_te_min_version
 
 
 def know_absent_engine_in_latent_attention() -> None:
     """The module tests whether it could import megatron-core's wrappers, which it always can."""
-    importlib.import_module("megatron.core.transformer.multi_latent_attention").HAVE_TE = False
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    attention.HAVE_TE = False
 
 
 def make_engine_linear_a_class() -> None:
     """No module is then taken for one of Transformer Engine's."""
-    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     if not isinstance(adapter.TELinear, type):
         adapter.TELinear = type("NoLinear", (), {})
 

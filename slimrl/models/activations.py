@@ -60,6 +60,7 @@ def _attention(shape: Shape, setting: Setting) -> dict[str, int]:
 def _latent_attention(shape: Shape, setting: Setting) -> dict[str, int]:
     """The latent vectors before and after their norm, whole on every GPU; then heads, divided as usual."""
     latent = shape.latent
+    assert latent is not None
     latents = 2 * latent.kv_rank + latent.rotary_width + 2 * (latent.q_rank or 0)
     qk = latent.qk_width + latent.rotary_width
     up = shape.heads * (2 * qk + latent.v_width)
@@ -86,6 +87,7 @@ def _feed_forward(shape: Shape, setting: Setting, width: int) -> int:
 def _experts(shape: Shape, setting: Setting) -> dict[str, int]:
     """Router scores in float32, tokens at their experts (`top_k` copies of each), the shared expert."""
     experts = shape.experts
+    assert experts is not None
     own = setting.tokens // setting.sequence
     routed = own * experts.top_k * setting.expert_tensor
     activation = 1 if setting.fused else 3  # silu, product, product with the router's weight

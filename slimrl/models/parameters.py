@@ -100,7 +100,7 @@ def layer_weights(shape: Shape, split: Split, *, moe: bool) -> Weights:
     """One transformer layer."""
     norms = _norm(shape, shape.hidden) * shape.norms_per_layer
     attention = _latent_attention(shape, shape.latent, split.tp) if shape.latent else _attention(shape, split.tp)
-    if moe:
+    if moe and shape.experts is not None:
         return Weights(norms + attention) + _experts(shape, shape.experts, split)
     return Weights(norms + attention + _feed_forward(shape, shape.ffn, split.tp))
 
@@ -204,9 +204,9 @@ def _widths_of_a_pair(shape: Shape) -> int:
 def _layer_weights(shape: Shape, moe: bool) -> int:
     """Weights that one token is multiplied by."""
     attention = _attention_matrices(shape) if shape.latent is None else _latent_attention_matrices(shape, shape.latent)
-    return attention + (
-        _active_expert_matrices(shape, shape.experts) if moe else _feed_forward_matrices(shape, shape.ffn)
-    )
+    if moe and shape.experts is not None:
+        return attention + _active_expert_matrices(shape, shape.experts)
+    return attention + _feed_forward_matrices(shape, shape.ffn)
 
 
 def _attention_matrices(shape: Shape) -> int:

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
 from slimrl.observability.metrics import axis_of, combine_steps
@@ -119,7 +119,7 @@ class RunLog:
         per_rollout = args.num_steps_per_rollout or 1
         supervised = args.loss_type == "sft_loss"
         charts: list[MetricWriter] = []
-        if args.use_tensorboard:
+        if args.use_tensorboard and args.tensorboard_dir is not None:
             one = args.wandb_always_use_train_step or per_rollout == 1
             charts.append(TensorBoard(Path(args.tensorboard_dir), axes_are_one=one))
         if args.prometheus_port is not None:
@@ -198,7 +198,13 @@ class RunLog:
             "weight_version": record.weight_version,
             "seconds": seconds,
         }
-        extra = {**record.rollout, **of_ranks, **speeds(train, seconds), **train, "optimizer_steps": len(steps)}
+        extra: dict[str, Any] = {
+            **record.rollout,
+            **of_ranks,
+            **speeds(train, seconds),
+            **train,
+            "optimizer_steps": len(steps),
+        }
         del extra[REWARD]
         if record.memory:
             extra["memory"] = record.memory

@@ -83,7 +83,7 @@ def _row(sample: Sample, reward_key: str | None) -> list[str]:
 
 
 def _reward(sample: Sample, reward_key: str | None) -> str:
-    value = sample.reward.get(reward_key) if isinstance(sample.reward, dict) else sample.reward
+    value = sample.reward.get(reward_key or "") if isinstance(sample.reward, dict) else sample.reward
     return f"{value:g}" if isinstance(value, int | float) else reward_text(sample)
 
 

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import statistics
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Summary:
             return
         old = _read(self.path) if first_step > 0 else None
         steps = [step for step in old["steps"] if step["step"] < first_step] if old else []
-        if not steps:
+        if old is None or not steps:
             os.replace(self.path, _free_name(self.path))
             return
         if len(steps) < len(old["steps"]):
@@ -157,7 +158,7 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _mean(scores: dict[str, float | None] | None) -> float | None:
+def _mean(scores: Mapping[str, float | None] | None) -> float | None:
     values = [value for value in (scores or {}).values() if value is not None]
     return statistics.fmean(values) if values else None
 

@@ -138,6 +138,7 @@ class ByteBar:
 
     def _move(self, nbytes: int) -> None:
         with self._lock:
+            assert self._bar is not None  # of `start`
             self._bar.update(nbytes)
 
 

@@ -178,8 +178,8 @@ class Timeline:
             return
         text = b"".join(_encoded(line) + b"\n" for line in lines)
         with self._forgiving():
-            self._write(text)
-            if self._size > self._part_bytes:
+            self._write(self._file, text)
+            if self._size > self._part_bytes and self._path is not None:
                 os.replace(self._path, earlier_part(self._path))
                 self._close_file()
                 self._open(self._path)
@@ -190,10 +190,10 @@ class Timeline:
         if file is not None:
             os.close(file)
 
-    def _write(self, text: bytes) -> None:
+    def _write(self, file: int, text: bytes) -> None:
         while text:
-            text = text[os.write(self._file, text) :]
-        self._size = os.fstat(self._file).st_size
+            text = text[os.write(file, text) :]
+        self._size = os.fstat(file).st_size
 
     def _open(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -207,7 +207,9 @@ class Timeline:
             "wall_ns": time.time_ns(),
             "monotonic_ns": time.monotonic_ns(),
         }
-        self._write(b"\n" + orjson.dumps(header) + b"\n")  # on a line of its own, also behind one that was cut off
+        self._write(
+            self._file, b"\n" + orjson.dumps(header) + b"\n"
+        )  # on a line of its own, also behind one that was cut off
 
     @contextlib.contextmanager
     def _forgiving(self) -> Iterator[None]:

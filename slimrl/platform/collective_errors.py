@@ -14,7 +14,7 @@ import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -45,7 +45,8 @@ def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | Non
     Raises CheckpointError on every rank, naming the first that failed, where a step ended with an OSError, ValueError
     or RuntimeError.
     """
-    result = failure = None
+    result: _Result | None = None
+    failure: Exception | None = None
     try:
         result = step()
     except (OSError, ValueError, RuntimeError) as error:
@@ -56,7 +57,7 @@ def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | Non
     for rank, found in enumerate(texts):
         if found is not None:
             raise CheckpointError(f"rank {rank}: {found}") from failure
-    return result
+    return cast("_Result", result)
 
 
 def run_on_rank_zero(step: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
@@ -115,11 +116,12 @@ class RankSync:
         if failures:
             text = failures[0][0] if failure is None else failure[0]
             raise self._error(text, final=any(final for _, final in failures)) from cause
-        return [outcome for outcome, _ in outcomes]
+        return [cast("_Result", outcome) for outcome, _ in outcomes]
 
     def run_on_rank_zero(self, step: Callable[[], _Result]) -> _Result:
         """Runs `step` on rank 0 alone; its result on every rank. Collective; raises as `run_on_all_ranks`."""
-        return self.run_on_all_ranks(lambda: step() if self._is_rank_zero else None)[RANK_ZERO]
+        results = self.run_on_all_ranks(lambda: step() if self._is_rank_zero else None)
+        return cast("_Result", results[RANK_ZERO])
 
 
 class ConversionGroup:
@@ -186,7 +188,8 @@ class ConversionGroup:
         """
         if self.size == 1:
             return action()
-        result, own = None, None
+        result: _Result | None = None
+        own: Exception | None = None
         try:
             result = action()
         except (OSError, ValueError, RuntimeError) as error:
@@ -202,4 +205,4 @@ class ConversionGroup:
         for rank, message in enumerate(messages):
             if message is not None:
                 raise RuntimeError(f"process {rank} failed: {message}")
-        return result
+        return cast("_Result", result)

@@ -139,7 +139,7 @@ def rank_environment(
     """
     network = network_environment(machine.network, inherited)
     if not machine.cuda:
-        return network | given
+        return {**network, **given}
     decided = network | {"OMP_NUM_THREADS": _threads(machine, inherited)}
     # Tensor and context parallelism overlap communication and computation in the order of their launch. FSDP gathers
     # beside computation and needs several queues.

@@ -80,7 +80,7 @@ class OptionalLogHandler(logging.FileHandler):
             self._failing = False
             logger.warning("the log %s can be written again", self.baseFilename)
 
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Once for a row of failures."""
         self._failed = True
         error = sys.exc_info()[1]
@@ -95,4 +95,4 @@ class OptionalLogHandler(logging.FileHandler):
         try:
             super().close()
         except OSError:
-            self.stream = None  # type: ignore[assignment]
+            self.stream = None

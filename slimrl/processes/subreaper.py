@@ -26,7 +26,7 @@ import tempfile
 import time
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # run as a file, without the package around it
-import stale_resources
+import stale_resources  # type: ignore[import-not-found]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
@@ -38,6 +38,8 @@ REAP_TIMEOUT_S = 10.0
 
 
 class Subreaper:
+    """Starts a command, reaps what it leaves behind, and ends all of it with its parent."""
+
     def __init__(self, parent: int, prefixes: list[str], command: list[str]) -> None:
         self.parent = parent
         self.prefixes = tuple(SHARED_MEMORY + prefix for prefix in prefixes)
@@ -134,11 +136,13 @@ class Subreaper:
                 paths = (line.split(maxsplit=5)[5].strip() for line in maps if SHARED_MEMORY in line)
                 found = {path for path in paths if path.startswith(self.prefixes)} - self.mapped
                 self.mapped |= found
-                for path in found if self.owner is not None else ():
-                    self.owner.add_shared_memory(path)
+                if self.owner is not None:
+                    for path in found:
+                        self.owner.add_shared_memory(path)
 
 
 def prctl(option: int, value: int) -> None:
+    """The system call of this name; raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
@@ -213,10 +217,12 @@ def descendants() -> list[int]:
 
 
 def log(message: str) -> None:
+    """A line on standard error."""
     print(f"[slimrl guardian {os.getpid()}] {message}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
+    """Runs the command of the arguments and ends with its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--shared-memory-prefix", action="append", default=[])

@@ -7,7 +7,7 @@ Created and driven by the rollout manager, which owns the engine client.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
@@ -202,4 +202,6 @@ def _hook(path: str | None, contract: type[hooks.Hook]) -> Any:
 
 def _rollout_function(path: str) -> hooks.RolloutFunction | None:
     """None where it is the built-in one."""
-    return None if hooks.own_path(path) == DEFAULT_ROLLOUT_FUNCTION else hooks.resolve(path, hooks.RolloutFunction)
+    if hooks.own_path(path) == DEFAULT_ROLLOUT_FUNCTION:
+        return None
+    return cast("hooks.RolloutFunction", hooks.resolve(path, hooks.RolloutFunction))

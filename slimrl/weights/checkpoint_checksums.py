@@ -226,14 +226,14 @@ class ChecksummingWriter(FileSystemWriter):
         super().__init__(folder, **settings)
         self.checksums: dict[str, Checksums] = {}
         self._own: dict[str, Checksums] = {}
-        self.fs = _HashingFiles(self._own)
+        self._files = self.fs = _HashingFiles(self._own)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this process' files; its checksums travel with the places of its tensors.
 
         Raises OSError, with the path, where there is no room.
         """
-        with behind_torch(self.fs.failures):
+        with behind_torch(self._files.failures):
             return self.with_checksums(super().write_data(plan, planner).value(), self._own)
 
     def with_checksums(self, results: list[WriteResult], own: dict[str, Checksums]) -> Future[list[WriteResult]]:

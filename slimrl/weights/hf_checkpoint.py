@@ -143,7 +143,7 @@ class HfCheckpoint:
 
     def _stored(self, name: str) -> Tensor:
         with self._lock:
-            tensor = self._handle(name).get_tensor(name)
+            tensor: Tensor = self._handle(name).get_tensor(name)
             path = self._files[name]
             self._read_bytes[path] += tensor.nbytes
             if self._read_bytes[path] > _REMAP_BYTES:

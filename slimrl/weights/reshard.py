@@ -10,7 +10,8 @@ stage and experts this process holds. That works on any module built like GPTMod
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,7 +211,7 @@ def global_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
     return tensors
 
 
-def find(row: ParamMapping, tensors: Mapping[str, object]) -> str | None:
+def find(row: ParamMapping, tensors: Collection[str]) -> str | None:
     """The spelling of the row that `tensors` has, None where it has none."""
     return next((name for name in row.megatron if name in tensors), None)
 
@@ -221,6 +222,7 @@ def _global_name(model: nn.Module, name: str) -> str:
     local, _, rest = name.removeprefix(_LAYERS).partition(".")
     if match := _EXPERT.fullmatch(rest):
         before, expert, after = match.groups()
-        moe_layer = model.get_submodule(f"{_LAYERS}{local}.{rest.partition('.experts.')[0]}")
+        moe_layer: Any = model.get_submodule(f"{_LAYERS}{local}.{rest.partition('.experts.')[0]}")
         rest = f"{before}{moe_layer.local_expert_indices[int(expert)]}{after}"
-    return f"{_LAYERS}{model.get_submodule(_LAYERS + local).layer_number - 1}.{rest}"
+    layer: Any = model.get_submodule(_LAYERS + local)
+    return f"{_LAYERS}{layer.layer_number - 1}.{rest}"

@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,7 +133,7 @@ def read_metadata(folder: str | Path) -> Metadata:
     path = Path(folder) / METADATA_NAME
     try:
         with path.open("rb") as file:
-            metadata = _Unpickler(file, str(path), _OF_METADATA).load()
+            metadata: Metadata = _Unpickler(file, str(path), _OF_METADATA).load()
     except (OSError, UnsafePickleError):
         raise
     except Exception as error:  # damaged bytes are read as any instruction, with arguments of any kind
@@ -192,9 +193,12 @@ def _complaint(error: pickle.UnpicklingError) -> str:
     return f"more than plain data ({reason[1].strip() if reason else str(error).splitlines()[0]})"
 
 
-def _plain() -> list[tuple[Any, str]]:
+_Admitted = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+
+def _plain() -> list[_Admitted]:
     """What `load_plain` admits beside torch's own list, each with the name that stands in the file."""
-    makers = [value.__reduce__()[0] for value in (numpy.array(0), numpy.float64(0))]
+    makers: list[Any] = [value.__reduce__()[0] for value in (numpy.array(0), numpy.float64(0))]
     numpys = [(make, f"{core}.{make.__name__}") for core in _NUMPY_CORES for make in makers]
     numpys += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]
     dtypes = [getattr(numpy.dtypes, f"{name}DType") for name in _NUMPY_DTYPES]
@@ -202,7 +206,7 @@ def _plain() -> list[tuple[Any, str]]:
     types.append((lambda *factory: {}, "collections.defaultdict"))  # which torch could not fill
     # never imported for it: where Megatron is not loaded, nothing of its own is read
     enums = [(module.ModelType, f"{name}.ModelType") for name in _MODEL_TYPES if (module := sys.modules.get(name))]
-    return numpys + types + enums
+    return [*numpys, *types, *enums]
 
 
 def _refused(where: str, what: str) -> UnsafePickleError:

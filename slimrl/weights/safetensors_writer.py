@@ -190,7 +190,7 @@ def _runs(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _write_all(descriptor: int, tensor: Tensor, position: int) -> int:
-    view = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done : done + WRITE_BYTES], position + done)

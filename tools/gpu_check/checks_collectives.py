@@ -42,7 +42,7 @@ def work(rank: int, ranks: int, folder: str, device: str, num_bytes: int, rounds
     expected = pattern(num_bytes, place)
     values = expected.clone() if rank == 0 else torch.zeros_like(expected)
     dist.broadcast(values, 0)
-    found = {"broadcast": {"right": torch.equal(values, expected)}}
+    found: dict[str, dict[str, float]] = {"broadcast": {"right": torch.equal(values, expected)}}
     found["broadcast"]["seconds"] = fastest(lambda: dist.broadcast(values, 0), place, rounds)
     # whole numbers in float32: their sum is exact in any order
     own = torch.full((num_bytes // 4,), float(rank + 1), device=place)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -130,9 +130,9 @@ def offload(record: Record, device: str, most_bytes: float) -> None:
         raise Skip(f"{size / 2**20:.1f} MiB are all that fits")
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     unit = size // 18
-    shares = {"weights": 2, "gradients": 4, "optimizer": 12}
+    shares: dict[Literal["weights", "gradients", "optimizer"], int] = {"weights": 2, "gradients": 4, "optimizer": 12}
     held = {part: [torch.empty(share * unit, dtype=torch.uint8, device=target)] for part, share in shares.items()}
-    seeds = {"weights": 0, "optimizer": 1000}
+    seeds: dict[Literal["weights", "gradients", "optimizer"], int] = {"weights": 0, "optimizer": 1000}
     for part, seed in seeds.items():
         fill(held[part][0], seed)
     resident = reserved_bytes(device)

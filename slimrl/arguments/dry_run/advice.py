@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from slimrl.arguments.dry_run.memory import engine_memory, training_memory
+from slimrl.arguments.dry_run.memory import EngineSettings, engine_memory, training_memory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.namespace import Arguments
 
@@ -29,6 +29,7 @@ class Remedy:
 
 def less_training(plan: Plan) -> str:
     """What brings training down to its GPU: any of what is enough alone, else all that helps together, else GPUs."""
+    assert plan.gpu is not None
     args, limit = plan.args, plan.gpu.bytes
     tried = [*_divisions(args), *_switches(args), *_more_nodes(args)]
     enough = _first_of_each([remedy for remedy in tried if _needs(args, remedy) <= limit])
@@ -52,7 +53,7 @@ def more_cache(plan: Plan) -> str:
     gpus = args.rollout_num_gpus_per_engine
     means = []
     for size in (gpus * factor for factor in _FACTORS):
-        if engine_memory(plan.shape, settings, size, plan.gpu.bytes).tokens >= need:
+        if _tokens(plan, settings, size) >= need:
             on_more = "" if size <= args.rollout_num_gpus else f" and --rollout-num-gpus to {size}"
             means.append(f"raise --rollout-num-gpus-per-engine to {size}{on_more}")
             break
@@ -62,7 +63,8 @@ def more_cache(plan: Plan) -> str:
     return _either(means) if means else "take a smaller model, shorter samples, or GPUs with more memory"
 
 
-def _tokens(plan: Plan, settings: Any, gpus: int) -> int:
+def _tokens(plan: Plan, settings: EngineSettings, gpus: int) -> int:
+    assert plan.gpu is not None
     return engine_memory(plan.shape, settings, gpus, plan.gpu.bytes).tokens or 0
 
 
@@ -84,8 +86,9 @@ def _divisions(args: Arguments) -> Iterator[Remedy]:
             if world % (tp * size * cp) == 0 and world % (etp * ep * size) == 0 and args.num_layers % size == 0:
                 words = f"raise --pipeline-model-parallel-size to {size}"
                 yield Remedy(words, {"pipeline_model_parallel_size": size})
-    for size in (ep * factor for factor in _FACTORS) if args.num_experts is not None else ():
-        if world % (etp * size * pp) == 0 and args.num_experts % size == 0:
+    experts = args.num_experts
+    for size in (ep * factor for factor in _FACTORS) if experts is not None else ():
+        if world % (etp * size * pp) == 0 and experts is not None and experts % size == 0:
             yield Remedy(f"raise --expert-model-parallel-size to {size}", {"expert_model_parallel_size": size})
 
 

@@ -69,6 +69,7 @@ def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
     """
     longest, basis = longest_sample(args)
     if args.use_dynamic_batch_size:
+        assert args.max_tokens_per_gpu is not None
         cap = args.max_tokens_per_gpu * groups.context
         tokens, alone = max(cap, longest), longest > cap
     else:

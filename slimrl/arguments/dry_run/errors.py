@@ -107,7 +107,7 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     stage, engine, gpu = plan.memory.largest_stage, plan.memory.engine, plan.gpu
     have = f"{gib(gpu.bytes)} ({gpu.source})"
     training_fits = stage is None or stage.total <= gpu.bytes
-    if not training_fits:
+    if stage is not None and not training_fits:
         yield Problem(
             "--tensor-model-parallel-size",
             f"training needs {gib(stage.total)} of a GPU that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
@@ -122,14 +122,20 @@ def _memory(plan: Plan) -> Iterator[Problem]:
         return
     fraction = plan.engine_settings.fraction
     static = int(gpu.bytes * fraction)
-    if engine.tokens < plan.micro_batch.longest_sample:
+    if engine.tokens is not None and engine.tokens < plan.micro_batch.longest_sample:
         yield Problem(
             "--rollout-num-gpus-per-engine",
             f"an engine's GPU has {fraction:g} x {have} = {gib(static)} for weights of {gib(engine.weights)} and a KV"
             f" cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
             f" {plan.micro_batch.longest_sample:,}: {more_cache(plan)}.",
         )
-    elif training_fits and plan.colocated and not plan.takes_turns and stage.total + static > gpu.bytes:
+    elif (
+        stage is not None
+        and training_fits
+        and plan.colocated
+        and not plan.takes_turns
+        and stage.total + static > gpu.bytes
+    ):
         most = (gpu.bytes - stage.total) / gpu.bytes
         yield Problem(
             "--sglang-mem-fraction-static",
@@ -179,7 +185,7 @@ def _shortage(plan: Plan) -> str | None:
     reward = (plan.reward_weights or 0) * sum(map(len, plan.placement.reward))
     nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
     need, host = (train + rollout + reward) // nodes, plan.surroundings.machine.host
-    if need <= host:
+    if host is None or need <= host:
         return None
     return (
         f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training GPUs take"

@@ -74,4 +74,4 @@ def _source(module: str) -> Path | None:
         if spec is None:
             return None
         folders = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None

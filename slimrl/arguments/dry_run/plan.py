@@ -196,13 +196,13 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
         gpu=gpu,
         engine_settings=settings,
         memory=estimate(args, gpu_bytes=gpu_bytes, engine=settings),
-        reward_weights=_reward_weights(args, surroundings) if where.reward else None,
+        reward_weights=_reward_weights(args, args.rm_model, surroundings) if where.reward and args.rm_model else None,
     )
 
 
-def _reward_weights(args: Arguments, surroundings: PlanContext) -> int:
+def _reward_weights(args: Arguments, folder: str, surroundings: PlanContext) -> int:
     """What a GPU of the reward model's servers holds of its weights: as in the files, or in the dtype asked for."""
-    files = read_hf_files(Path(args.rm_model), layers=MANY_LAYERS, tied=False)
+    files = read_hf_files(Path(folder), layers=MANY_LAYERS, tied=False)
     if files is None:
         return 0
     options = {**server_defaults(surroundings.server_words), **args.rm_server_options}

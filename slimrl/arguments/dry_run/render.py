@@ -181,6 +181,7 @@ def _micro_batches(plan: Plan) -> tuple[object, ...]:
             one.micro_batches,
             f"{one.samples_per_rank} / --micro-batch-size {args.micro_batch_size}",
         )
+    assert args.max_tokens_per_gpu is not None
     cap = args.max_tokens_per_gpu * plan.groups.context
     by = f" x {plan.groups.context} context parallel GPUs" if plan.groups.context > 1 else ""
     return (
@@ -202,7 +203,7 @@ def _largest(plan: Plan) -> str:
 
 
 def _model(plan: Plan) -> Iterator[str]:
-    rows: list[tuple[object, ...]] = [("parameters", f"{plan.total_parameters:,}", billions(plan.total_parameters))]
+    rows = [("parameters", f"{plan.total_parameters:,}", billions(plan.total_parameters))]
     if plan.shape.experts is not None:
         rows.append(("of them for one token", f"{plan.active_parameters:,}", billions(plan.active_parameters)))
     for number, stage in enumerate(plan.memory.stages):
@@ -355,7 +356,11 @@ def _engine(plan: Plan) -> Iterator[str]:
         return
     yield (
         f"engine: weights {gib(engine.weights)}, KV cache {engine.cache_per_token / 1024:,.1f} KiB per token"
-        + (f" x {engine.tokens:,} tokens = {gib(engine.cache)}" if engine.tokens is not None else "")
+        + (
+            f" x {engine.tokens:,} tokens = {gib(engine.cache)}"
+            if engine.tokens is not None and engine.cache is not None
+            else ""
+        )
     )
     if plan.gpu is not None and not plan.gpu.shared:
         given = "mem_fraction_static" in plan.args.sglang_options

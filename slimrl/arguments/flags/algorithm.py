@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
 from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Returns
 from slimrl.arguments.flag import flag
@@ -60,14 +61,14 @@ class AlgorithmArguments:
     value_clip: float = flag(0.2, "clip of the value loss", not_served=_RETURNS)
     num_critic_only_steps: int = flag(0, "rollouts that train the critic only (count)", not_served=_RETURNS)
     eps_clip: float = flag(0.2, "the policy ratio is clipped below at 1 - this", at_least=0)
-    eps_clip_high: float | None = flag(None, "the policy ratio is clipped above at 1 + this (--eps-clip)", at_least=0)
+    eps_clip_high: float = flag(None, "the policy ratio is clipped above at 1 + this (--eps-clip)", at_least=0)
     eps_clip_c: float | None = flag(
         None, "bound of the dual clip for negative advantages, above 1 (no dual clip)", above=1
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = flag(False, "add the KL to the reference as a loss; with coefficient 0 it is only logged")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
-    kl_loss_type: str = flag(
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", "KL estimator of the loss and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
     kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")

@@ -11,7 +11,7 @@ from slimrl.arguments.flag import flag
 class CheckpointArguments:
     """Loading and saving."""
 
-    hf_checkpoint: str | None = flag(
+    hf_checkpoint: str = flag(
         None, "Hugging Face model folder: tokenizer, config.json and the engines' first weights (path, required)"
     )
     ref_load: str | None = flag(

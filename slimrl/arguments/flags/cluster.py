@@ -16,7 +16,7 @@ class ClusterArguments:
     actor_num_gpus_per_node: int = flag(
         8, "GPUs used for training on each of those nodes (count); the training world size is nodes x this", at_least=1
     )
-    rollout_num_gpus: int | None = flag(
+    rollout_num_gpus: int = flag(
         None,
         "GPUs for all inference engines together (count; with --colocate the training GPUs, else required)",
         at_least=1,

@@ -70,10 +70,8 @@ class DataArguments:
 class TrainBatchArguments:
     """Batches; rollout batch x samples per prompt = global batch x steps per rollout."""
 
-    global_batch_size: int | None = flag(
-        None, "samples per optimizer step (count; from --num-steps-per-rollout)", at_least=1
-    )
-    num_steps_per_rollout: int | None = flag(
+    global_batch_size: int = flag(None, "samples per optimizer step (count; from --num-steps-per-rollout)", at_least=1)
+    num_steps_per_rollout: int = flag(
         None, "optimizer steps per rollout (count; from --global-batch-size, 1 where neither is given)", at_least=1
     )
     micro_batch_size: int = flag(

@@ -14,7 +14,7 @@ from slimrl.arguments.flag import flag
 class LoggingArguments:
     """What is written down and where."""
 
-    run_name: str | None = flag(None, "name of the run (date-time-process id)")
+    run_name: str = flag(None, "name of the run (date-time-process id)")
     runs_dir: str = flag("runs", "folder of all runs (path); this run writes to <runs dir>/<run name>")
     log_level: str = flag("INFO", "least important log line shown", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     use_tensorboard: bool = flag(False, "write TensorBoard scalars")

@@ -15,26 +15,26 @@ from slimrl.arguments.flag import flag
 class ModelArguments:
     """Shape of the transformer."""
 
-    num_layers: int | None = flag(None, "transformer layers (count, required)", at_least=1)
-    hidden_size: int | None = flag(None, "width of the residual stream (required)", at_least=1)
-    ffn_hidden_size: int | None = flag(
+    num_layers: int = flag(None, "transformer layers (count, required)", at_least=1)
+    hidden_size: int = flag(None, "width of the residual stream (required)", at_least=1)
+    ffn_hidden_size: int = flag(
         None, "inner width of the feed-forward block (4 x hidden size, with --swiglu 8/3 x in steps of 64)", at_least=1
     )
-    num_attention_heads: int | None = flag(None, "query heads (count, required)", at_least=1)
+    num_attention_heads: int = flag(None, "query heads (count, required)", at_least=1)
     group_query_attention: bool = flag(False, "share each key/value head among several query heads")
-    num_query_groups: int | None = flag(
+    num_query_groups: int = flag(
         None, "key/value heads (count); needs --group-query-attention (one per query head)", at_least=1
     )
-    kv_channels: int | None = flag(None, "width of one head (hidden size / heads)", at_least=1)
-    vocab_size: int | None = flag(None, "entries of the vocabulary before padding (count, required)", at_least=1)
+    kv_channels: int = flag(None, "width of one head (hidden size / heads)", at_least=1)
+    vocab_size: int = flag(None, "entries of the vocabulary before padding (count, required)", at_least=1)
     make_vocab_size_divisible_by: int = flag(
         128, "the embedding is padded to a multiple of this x tensor parallel size", at_least=1
     )
-    padded_vocab_size: int | None = flag(
+    padded_vocab_size: int = flag(
         None, "entries of the embedding after padding (computed from the vocabulary)", at_least=1
     )
     seq_length: int = flag(4096, "placeholder of Megatron's configuration (tokens); never limits a sample", at_least=1)
-    max_position_embeddings: int | None = flag(
+    max_position_embeddings: int = flag(
         None,
         "placeholder of Megatron's configuration (tokens; --seq-length); rotary positions have no limit",
         at_least=1,

@@ -17,7 +17,7 @@ class MoeArguments:
         "which layers have experts: N for every N-th, or one 0 or 1 per layer such as [0]*3+[1]*45",
         parse=layer_pattern,
     )
-    moe_ffn_hidden_size: int | None = flag(None, "inner width of one expert (--ffn-hidden-size)", at_least=1)
+    moe_ffn_hidden_size: int = flag(None, "inner width of one expert (--ffn-hidden-size)", at_least=1)
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "inner width of all shared experts together, which see every token (no shared expert)", at_least=1
     )

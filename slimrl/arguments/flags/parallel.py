@@ -76,7 +76,7 @@ class ParallelArguments:
         "GPUs that share the experts (count)",
         at_least=1,
     )
-    expert_tensor_parallel_size: int | None = flag(
+    expert_tensor_parallel_size: int = flag(
         None,
         "GPUs that share each expert's matrices (count; --tensor-model-parallel-size)",
         at_least=1,

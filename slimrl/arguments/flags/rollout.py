@@ -18,7 +18,7 @@ DEFAULT_ROLLOUT_FUNCTION = "slimrl.rollout.sglang_rollout.generate_rollout"
 class RolloutArguments:
     """Sampling and the functions that do it."""
 
-    num_rollout: int | None = flag(
+    num_rollout: int = flag(
         None, "rollouts of the whole run (count; 0 evaluates and trains nothing); or give --num-epoch", at_least=0
     )
     num_epoch: int | None = flag(
@@ -27,9 +27,9 @@ class RolloutArguments:
         at_least=1,
     )
     start_rollout_id: int | None = flag(None, "number of the first rollout (the checkpoint's next, or 0)", at_least=0)
-    rollout_batch_size: int | None = flag(None, "prompts per rollout (count, required)", at_least=1)
+    rollout_batch_size: int = flag(None, "prompts per rollout (count, required)", at_least=1)
     n_samples_per_prompt: int = flag(1, "responses per prompt (count): the size of a group", at_least=1)
-    over_sampling_batch_size: int | None = flag(
+    over_sampling_batch_size: int = flag(
         None, "prompts sent out at a time while a rollout fills (count; --rollout-batch-size)", at_least=1
     )
     rollout_temperature: float = flag(
@@ -39,7 +39,7 @@ class RolloutArguments:
         1.0, "keep the smallest set of tokens with this probability (1: all)", above=0, at_most=1
     )
     rollout_top_k: int = flag(-1, "keep that many of the likeliest tokens (-1: all)", at_least=-1, other_than=0)
-    rollout_max_response_len: int | None = flag(None, "longest response (tokens, required)", at_least=1)
+    rollout_max_response_len: int = flag(None, "longest response (tokens, required)", at_least=1)
     rollout_max_prompt_len: int | None = flag(
         None, "leave out prompts longer than this (tokens; --rollout-max-context-len less 1, else no limit)", at_least=1
     )
@@ -135,7 +135,7 @@ class RolloutArguments:
     @property
     def rollout_gpus(self) -> int:
         """GPUs that this run reserves for engines: none where the engines are the user's."""
-        return 0 if self.rollout_external_engine_addrs else self.rollout_num_gpus or 0
+        return 0 if self.rollout_external_engine_addrs else self.rollout_num_gpus or 0  # type: ignore[attr-defined] # of ClusterArguments
 
     @property
     def has_own_rollout_function(self) -> bool:

@@ -36,9 +36,11 @@ def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem
         yield Problem(
             "--ref-load", f"{cause} compares with a reference model and --ref-load is missing: give its checkpoint."
         )
-    elif args.ref_load is None and args.load is None:
+    elif args.ref_load is not None:
+        return
+    elif args.load is None:
         yield Problem("--ref-load", "there are no weights to start from: give --ref-load (or --load to resume).")
-    elif args.ref_load is None and _is_fresh(Path(args.load)):
+    elif _is_fresh(Path(args.load)):
         yield Problem(
             "--load", f"--load {args.load} holds no checkpoint yet and --ref-load is missing: give the first weights."
         )

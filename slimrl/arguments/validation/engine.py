@@ -27,7 +27,8 @@ def _has_engines(args: Arguments, context: Context) -> bool:
 
 
 def _size(args: Arguments, name: str) -> int:
-    return max(args.sglang_options.get(name, 1), 1)
+    size: int = max(args.sglang_options.get(name, 1), 1)
+    return size
 
 
 def _tensor_parallel(args: Arguments) -> tuple[int, str] | None:
@@ -219,13 +220,16 @@ def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator
     own = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION or args.custom_generate_function_path is not None
     if limit.tokens is None or own or "rollout_max_response_len" in context.broken:
         return
-    lengths = (args.rollout_max_prompt_len, args.rollout_max_response_len, args.rollout_max_context_len)
+    lengths: _Lengths = (args.rollout_max_prompt_len, args.rollout_max_response_len, args.rollout_max_context_len)
     if not args.only_evaluates:
         yield from _fits_context(limit, "--rollout-max", *lengths)
     for dataset in args.eval_datasets:
         if args.eval_interval is not None and dataset.custom_generate_function_path is None:
             lengths = (dataset.max_prompt_len, dataset.max_response_len, dataset.max_context_len)
             yield from _fits_context(limit, f"evaluation set {dataset.name}: max", *lengths)
+
+
+_Lengths = tuple[int | None, int | None, int | None]  # of a prompt, a response and both together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +251,7 @@ def _fits_context(
     words += f" + {name}-response-len {response} = {need}"
     if limit is not None and limit < need:
         need, words = limit, f"{name}-context-len {limit}"
-    if context.tokens >= need:
+    if context.tokens is None or context.tokens >= need:
         return
     if context.given is not None:
         yield Problem(

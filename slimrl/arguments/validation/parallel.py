@@ -110,7 +110,7 @@ def virtual_stages_are_fed(args: Arguments, context: Context) -> Iterator[Proble
             "--no-overlap-p2p-communication mixes up what the virtual stages of --pipeline-model-parallel-size 2 send"
             " each other: leave it out.",
         )
-    if group < stages:
+    if group is None or group < stages:
         yield Problem(
             "--microbatch-group-size-per-vp-stage",
             f"--microbatch-group-size-per-vp-stage {group} is less than --pipeline-model-parallel-size {stages}:"

@@ -204,21 +204,19 @@ def reward_model_can_be_asked(args: Arguments, context: Context) -> Iterator[Pro
             f"--rm-num-gpus {args.rm_num_gpus} is no multiple of --rm-num-gpus-per-engine"
             f" {args.rm_num_gpus_per_engine}: servers take whole shares of it.",
         )
-    yield from _reward_model_folder(args)
+    yield from _reward_model_folder(args, args.rm_model)
 
 
-def _reward_model_folder(args: Arguments) -> Iterator[Problem]:
+def _reward_model_folder(args: Arguments, folder: str) -> Iterator[Problem]:
     try:
-        config = RewardModelConfig.read(Path(args.rm_model))
+        config = RewardModelConfig.read(Path(folder))
     except ValueError as error:
         yield Problem("--rm-model", str(error))
         return
     if config.fault is not None:
-        yield Problem("--rm-model", f"--rm-model {args.rm_model} {config.fault}: give another.")
-    if not any((Path(args.rm_model) / name).is_file() for name in TOKENIZER_FILES):
-        yield Problem(
-            "--rm-model", f"--rm-model {args.rm_model} has no tokenizer: copy it there, it reads with its own."
-        )
+        yield Problem("--rm-model", f"--rm-model {folder} {config.fault}: give another.")
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        yield Problem("--rm-model", f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own.")
     longest = args.rollout_max_response_len
     if config.context is not None and longest is not None and longest >= config.context:
         yield Problem(

@@ -215,7 +215,7 @@ class Engine:
 
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
         place, suffix = self._place, self._suffix(rank)
-        return EngineActor.options(
+        return EngineActor.options(  # type: ignore[attr-defined]
             **self._gpus.options(part.gpus[0], ENGINE_SHARE),
             runtime_env={"env_vars": place.environment},
             name=f"engine {suffix}",

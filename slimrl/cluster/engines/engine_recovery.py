@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -255,7 +256,7 @@ class EngineRecovery:
         engine = place.engine
         death = asyncio.ensure_future(engine.watch())
         wait_unhealthy = asyncio.ensure_future(self._monitor.wait_unhealthy(engine))
-        watches = [death, wait_unhealthy, place.blamed]
+        watches: list[asyncio.Future[Any]] = [death, wait_unhealthy, place.blamed]
         try:
             await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             if death.done():

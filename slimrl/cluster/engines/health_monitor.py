@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,9 @@ Answer = TypeVar("Answer")
 class Probeable(Protocol):
     """What a probe needs of an engine."""
 
-    url: str | None
+    @property
+    def url(self) -> str | None:
+        """Its address, None before it has started."""
 
     async def stopped(self) -> list[str]:
         """Its processes that the kernel has stopped."""
@@ -102,7 +105,7 @@ class HealthMonitor:
     async def probe(self, server: Probeable) -> str | None:
         """One probe: None where the server is well."""
         for look in (self._silent, self._stopped, self._stuck):
-            if (what := await self._lasting(lambda look=look: look(server))) is not None:
+            if (what := await self._lasting(functools.partial(look, server))) is not None:
                 return what
         return None
 
@@ -164,9 +167,17 @@ LOOK_TIMEOUT_S = 3.0
 class Engine(Protocol):
     """What is needed of an engine."""
 
-    name: str
-    url: str | None
-    key: str | None  # which its server asks for
+    @property
+    def name(self) -> str:
+        """Which server it is, in messages."""
+
+    @property
+    def url(self) -> str | None:
+        """Its address, None before it has started."""
+
+    @property
+    def key(self) -> str | None:
+        """What its server asks for."""
 
     async def stopped(self) -> list[str]:
         """Its processes that the kernel has stopped."""

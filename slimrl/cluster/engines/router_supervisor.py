@@ -15,7 +15,7 @@ from collections.abc import Callable
 from slimrl.cluster.engines.engine_group import POLL_INTERVAL_S, ROUTER_READY_TIMEOUT_S
 from slimrl.cluster.engines.health_monitor import HealthMonitor
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.router import RouterProcess
+from slimrl.engines.sglang.router import ExternalRouter, RouterProcess
 from slimrl.processes import ProcessStartError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class RouterSupervisor:
 
     def __init__(
         self,
-        router: RouterProcess,
+        router: RouterProcess | ExternalRouter,
         monitor: HealthMonitor,
         serving: Callable[[], list[str]],
         tell: Callable[[str], None],

@@ -198,6 +198,10 @@ class TrainWorker:
 logger = logging.getLogger("slimrl")
 
 
+def _death_of(rank: int) -> Callable[[Exception | None], str]:
+    return lambda error: f"train worker rank {rank} died: {error}"
+
+
 class TrainGroup:
     """One worker per training GPU. Every method blocks until all ranks have answered."""
 
@@ -209,9 +213,9 @@ class TrainGroup:
         self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
         self.last_weight_update: dict[str, float] = {}  # its metrics by their full names
         ranks = gpus.plan.train
-        per_node = gpus_of_nodes()
+        gpus_by_node = gpus_of_nodes()
         self.workers = [
-            TrainWorker.options(
+            TrainWorker.options(  # type: ignore[attr-defined]
                 **gpus.options(gpu, TRAIN_SHARE),
                 runtime_env={"env_vars": launch.environment},
                 name=f"train worker {rank}",
@@ -220,13 +224,13 @@ class TrainGroup:
                 rank,
                 len(ranks),
                 launch,
-                RankLocation(gpus.gpus[gpu].gpu_id, per_node[gpus.gpus[gpu].node]),
+                RankLocation(gpus.gpus[gpu].gpu_id, gpus_by_node[gpus.gpus[gpu].node]),
                 Path.cwd(),
             )
             for rank, gpu in enumerate(ranks)
         ]
         for rank, worker in enumerate(self.workers):
-            supervisor.watch(worker.watch.remote(), lambda error, rank=rank: f"train worker rank {rank} died: {error}")
+            supervisor.watch(worker.watch.remote(), _death_of(rank))
         for worker in self.workers:
             worker.prepare.remote()  # calls run in order: nobody has to wait for this one
 
@@ -293,7 +297,7 @@ class TrainGroup:
         }
         return report
 
-    def save(self, rollout_id: int, data_state: dict[str, Any]) -> str:
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
         calls = [
             worker.save.remote(rollout_id, data_state if rank == 0 else None)  # who writes it; it may be large

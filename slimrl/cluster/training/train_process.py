@@ -30,6 +30,8 @@ from slimrl.processes.best_effort_files import optional_output
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from slimrl.engines.sglang.control import RunningRequests
+    from slimrl.megatron.offload import Part
     from slimrl.weights.update.weight_updater import WeightUpdater
 
 
@@ -105,7 +107,7 @@ class Rank:
             raise
         return [first | self._trainer.rollout_report | self._trainer.memory_report.take(), *others]
 
-    def sleep(self, keep_weights: bool) -> dict[str, int]:
+    def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Takes this rank off its device, all of it or all but the weights; bytes off the device now, by part."""
         return self._trainer.memory.sleep(keep_weights=keep_weights)
 
@@ -118,7 +120,8 @@ class Rank:
         from slimrl.megatron.offload import State
 
         self._trainer.memory.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
-        running = "retract" if self._setup.args.update_weights_in_flight else "abort"
+        running: RunningRequests = "retract" if self._setup.args.update_weights_in_flight else "abort"
+        assert self._updater is not None  # of `connect_engines`
         report = self._updater.update_weights(
             self._trainer.stages, version=version, check_equal=check_equal, running=running
         )

@@ -53,8 +53,8 @@ def with_unscaled_rope(get_rope: Any, get_rope_cpu: Any) -> Any:
 
     def either(size: int, rotary_dim: int, positions: int, base: float, neox: bool, scaling: Any, *rest: Any) -> Any:
         if scaling is None:
-            *rest, _device = rest
-            return get_rope(size, rotary_dim, positions, base, neox, None, *rest)
+            *others, _device = rest
+            return get_rope(size, rotary_dim, positions, base, neox, None, *others)
         return get_rope_cpu(size, rotary_dim, positions, base, neox, scaling, *rest)
 
     return either
@@ -118,7 +118,7 @@ class AbsentPackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _AbsentModule(spec.name)
 
-    def exec_module(self, module: types.ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         """Gives the few names a real value that are used while modules are imported."""
         if module.__name__ == "torchvision":
             module.__version__ = "0.0"
@@ -206,8 +206,8 @@ def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
 
     And with the CPU as the device in use: from torch 2.14 on, a build for CUDA says CUDA also where there is no GPU.
     """
-    view = types.ModuleType("torch")
-    view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    view: Any = types.ModuleType("torch")
+    view.__getattr__ = lambda name: getattr(torch, name)
     view.cuda = types.SimpleNamespace(synchronize=lambda: None)
     view.get_device_module = lambda device="cpu": torch.get_device_module(device)
     return view
@@ -227,7 +227,11 @@ def _iter_chunks(self: Any) -> Any:
 def fork_children() -> None:
     """Lets sglang's children be forked: without a CUDA context they can inherit the imports (half the start-up)."""
     set_start_method: Callable[..., None] = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method=None, force=False: set_start_method("fork", force=True)
+
+    def fork(method: str | None = None, force: bool = False) -> None:
+        set_start_method("fork", force=True)
+
+    multiprocessing.set_start_method = fork
 
 
 def main(argv: Sequence[str] | None = None) -> None:

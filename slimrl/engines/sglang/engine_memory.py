@@ -27,6 +27,9 @@ class EngineMemoryError(EngineError):
 class Server(Protocol):
     """The calls of `ServerControl` that this needs."""
 
+    @property
+    def url(self) -> str: ...
+
     def flush_cache(self) -> None: ...
 
     def release_memory(self, tags: Sequence[str] | None) -> None: ...

@@ -251,6 +251,7 @@ class RouterProcess(RouterControl):
         """Starts it anew after its end, at the same address and without servers; its output goes into `log_path`."""
         if not self._claims:
             raise RuntimeError("the SGLang router was not started")
+        assert self._process is not None  # with the ports that it has claimed
         self._process.stop()
         self.log_path = Path(log_path)
         self._launch()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slimrl.arguments import PassthroughFlag
 from slimrl.engines.sglang.server_args_parser import DeclaredFlag, read_server_flags
@@ -110,7 +110,7 @@ def _render(spellings: Mapping[str, PassthroughFlag], value: Any) -> list[str]:
 
 
 def _server_flag(declared: DeclaredFlag) -> PassthroughFlag:
-    checks = {
+    checks: dict[str, Callable[[str], Any]] = {
         "int": int,
         "float": float,
         "human_readable_int": _count,
@@ -134,7 +134,7 @@ def _router_flag(action: argparse.Action) -> PassthroughFlag:
     return PassthroughFlag(
         action.dest,
         nargs=None if switch else action.nargs,
-        type=None if switch else action.type or str,
+        type=None if switch else cast("Callable[[str], Any]", action.type or str),
         choices=tuple(action.choices) if action.choices is not None else None,
         action="store_true" if switch else "store",
         managed_by=RESERVED_ROUTER.get(action.dest),

@@ -76,14 +76,14 @@ class _Module:
         return cls(
             _assignments(body),
             {node.name: node for node in body if isinstance(node, ast.ClassDef)},
-            {a.asname or a.name: (node.module, a.name) for node in imports for a in node.names},
+            {a.asname or a.name: (str(node.module), a.name) for node in imports for a in node.names},
         )
 
 
 def _assignments(body: list[ast.stmt]) -> dict[str, ast.expr]:
     plain = {n.targets[0].id: n.value for n in body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)}
-    annotated = [n for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
-    return plain | {n.target.id: n.value for n in annotated if n.value is not None}
+    annotated = [n for n in body if isinstance(n, ast.AnnAssign)]
+    return plain | {n.target.id: n.value for n in annotated if isinstance(n.target, ast.Name) and n.value is not None}
 
 
 class _Modules:
@@ -154,11 +154,13 @@ def _annotated_flag(dest: str, annotation: ast.expr, module: _Module, modules: _
     """The flag of `dest: A[type, metadata...]`; None where the field has no metadata or no command-line surface."""
     if not (isinstance(annotation, ast.Subscript) and _name(annotation.value) == "A"):
         return None
+    assert isinstance(annotation.slice, ast.Tuple)
     value_type, *metadata = annotation.slice.elts
     described = next((m for m in metadata if _name(m) == "Arg" or not isinstance(m, ast.Call)), None)
     if described is None:
         return None
-    arg = {k.arg: k.value for k in described.keywords} if isinstance(described, ast.Call) else {}
+    keywords = described.keywords if isinstance(described, ast.Call) else []
+    arg = {k.arg: k.value for k in keywords if k.arg is not None}
     if modules.literal(arg.get("no_cli"), module):
         return None
     spelled = modules.literal(arg.get("cli_name"), module) or "--" + dest.replace("_", "-")
@@ -173,7 +175,9 @@ def _with_action(flag: DeclaredFlag, arg: dict[str, ast.expr], module: _Module, 
     if _name(arg["action"]) == "BooleanOptionalAction":
         return dataclasses.replace(flag, action="optional_switch")
     extra = arg.get("action_kwargs")
-    pairs = dict(zip((k.value for k in extra.keys), extra.values, strict=True)) if isinstance(extra, ast.Dict) else {}
+    pairs: dict[Any, ast.expr] = {}
+    if isinstance(extra, ast.Dict):
+        pairs = {k.value: v for k, v in zip(extra.keys, extra.values, strict=True) if isinstance(k, ast.Constant)}
     return dataclasses.replace(
         flag, type=_name(pairs.get("type")) or "str", nargs=modules.literal(pairs.get("nargs"), module)
     )
@@ -185,7 +189,7 @@ def _with_value(
     choices, nargs = modules.literal(arg.get("choices"), module), modules.literal(arg.get("nargs"), module)
     parser = _name(arg.get("type_parser"))
     outer = _name(value_type.value) if isinstance(value_type, ast.Subscript) else _name(value_type)
-    if outer == "Literal":
+    if outer == "Literal" and isinstance(value_type, ast.Subscript):
         values = modules.literal(value_type.slice, module)
         values = values if isinstance(values, list) else [values]
         choices, value_type, nargs = choices or values, ast.Name(type(values[0]).__name__), None
@@ -193,7 +197,8 @@ def _with_value(
         value_type, nargs = value_type.slice if isinstance(value_type, ast.Subscript) else ast.Name("str"), nargs or "+"
     elif outer == "bool":
         return dataclasses.replace(flag, action="store_true")
-    plain = _name(value_type) if _name(value_type) in ("int", "float") else "str"
+    name = _name(value_type)
+    plain = name if name in ("int", "float") else "str"
     return dataclasses.replace(
         flag, type=parser or plain, nargs=nargs, choices=tuple(choices) if choices is not None else None
     )
@@ -208,7 +213,7 @@ def _manual_flags(module: _Module, modules: _Modules) -> list[DeclaredFlag]:
     for node in ast.walk(module.classes["ServerArgs"]):
         if not (isinstance(node, ast.Call) and _name(node.func) == "add_argument"):
             continue
-        names = tuple(a.value.lstrip("-") for a in node.args if isinstance(a, ast.Constant))
+        names = tuple(str(a.value).lstrip("-") for a in node.args if isinstance(a, ast.Constant))
         arg = {k.arg: k.value for k in node.keywords}
         action = modules.literal(arg.get("action"), module) or _name(arg.get("action")) or "store"
         choices = modules.literal(arg.get("choices"), module)
@@ -242,7 +247,7 @@ def _without_optional(node: ast.expr) -> ast.expr:
         return node.slice
     members: list[ast.expr] = []
     if isinstance(node, ast.Subscript) and _name(node.value) == "Union":
-        members = list(node.slice.elts)
+        members = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else []
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         members = [node.left, node.right]
     kept = [m for m in members if not (isinstance(m, ast.Constant) and m.value is None)]

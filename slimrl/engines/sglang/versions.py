@@ -68,7 +68,7 @@ def _admitting(find_class: FindClass) -> FindClass:
     import torch
     import torch.distributed as dist
 
-    functions = torch._C._VariableFunctionsClass
+    functions = torch._C._VariableFunctionsClass  # type: ignore[attr-defined]
     admitted = {
         ("builtins", "getattr"): _getattr_of({(functions, "from_file"): torch.from_file}),
         ("torch._C", "_VariableFunctionsClass"): functions,

@@ -86,7 +86,7 @@ def write(prepared: Prepared, folder: Path, group: dist.ProcessGroup | None = No
     writer = ChecksummingWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     try:
         # the archives' own checksums are slower than ours, and torch.load never looks at them
-        with serialization_config.patch("save.compute_crc32", False):
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             torch_checkpoint.save(
                 prepared.tensors,
                 storage_writer=writer,
@@ -169,7 +169,7 @@ def open_pickles_safely() -> None:
 
 def verify_what_is_read() -> None:
     """Replaces how megatron-core opens the files of tensors."""
-    strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    strategies: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategies._get_filesystem_reader = _open_reader
 
 
@@ -187,6 +187,7 @@ def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of `FileSystemReader.read_metadata`; a file per rank is never written here, nor read."""
     _check(Path(self.path), METADATA_NAME)
     metadata = read_metadata(Path(self.path))
+    assert metadata.storage_meta is not None  # `read_metadata` sees to it
     metadata.storage_meta.load_id = self.load_id
     return metadata
 

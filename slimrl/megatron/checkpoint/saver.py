@@ -197,7 +197,7 @@ class ModelExporter:
         self._stages, self._parallel = stages, parallel
         self._shape, self._family = ModelShape.from_args(args), family_for(read_hf_config(origin))
         self._plan = HfPlan(origin, self._shape, self._family, rank=parallel.rank, world_size=parallel.world_size)
-        self._template = args.save_hf
+        self._template = str(args.save_hf)
 
     def export(self, rollout_id: int) -> HfExport:
         """The export of the weights after `rollout_id`. Raises as `HfExport` where its folder cannot be written."""

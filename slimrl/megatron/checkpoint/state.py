@@ -55,7 +55,8 @@ def sharded(parallel: ParallelState) -> ShardedObject:
 
 
 def _capture() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    drawn: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, gauss = drawn
     state = {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), position, has_gauss, gauss),

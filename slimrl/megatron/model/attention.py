@@ -96,6 +96,7 @@ class PackedCoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> list[Tensor]:
         """Each rank's queries against the keys of all ranks; every sequence has two pieces of queries here."""
+        assert self.context_group is not None
         rank, ranks = self.context_group.rank(), self.context_group.size()
         channels = [key.shape[-1], value.shape[-1]]
         rows = _GatheredRows.apply(torch.cat([key, value], dim=-1), self.context_group)
@@ -216,7 +217,7 @@ def with_latent_epsilon(layer: ModuleSpec) -> ModuleSpec:
 class FusedLatentUpProjection:
     """Makes Transformer Engine's layer of a norm and a column-parallel projection, as `TENorm` makes its norms."""
 
-    def __new__(cls, *args: Any, config: MLATransformerConfig, **settings: Any) -> torch.nn.Module:
+    def __new__(cls, *args: Any, config: MLATransformerConfig, **settings: Any) -> Any:
         # the class exists only where Transformer Engine is installed
         engine = importlib.import_module("megatron.core.extensions.transformer_engine")
         of_latents = copy.copy(config)
@@ -269,7 +270,7 @@ class WholeLinear(torch.nn.Module):
         config.init_method(weight)
         self.weight = torch.nn.Parameter(weight)
         # Each rank sees its own part of the tokens: the gradients of the copies must be added up.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """`x` [tokens, batch, hidden_size] to [tokens, batch, output_size], and no bias, as parallel layers return."""

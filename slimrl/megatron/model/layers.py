@@ -52,8 +52,8 @@ class PostNormTransformerLayer(TransformerLayer):
         self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm)
         # megatron-core leaves no place between a block and its addition except the addition itself
-        self.self_attn_bda = _normalising(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _normalising(self.post_mlp_layernorm, self.mlp_bda)
+        self.self_attn_bda: Any = _normalising(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda: Any = _normalising(self.post_mlp_layernorm, self.mlp_bda)
 
     def _norm(self, spec: ModuleSpec | type) -> torch.nn.Module:
         return build_module(
@@ -95,7 +95,7 @@ class RMSNorm(torch.nn.Module):
         self.shape = (hidden_size,)
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(self.shape, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., hidden_size] to the same shape and dtype."""

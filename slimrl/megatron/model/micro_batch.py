@@ -77,6 +77,7 @@ class PackedSequences(PackedSeqParams):
 
     def token_frequencies(self, make: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
         """The frequencies of this rank's tokens (see `TokenFrequencies.of`); gathered anew outside `for_one_pass`."""
+        assert self.positions is not None  # as `packed_sequences` makes them
         return (self.frequencies or TokenFrequencies()).of(self.positions, make)
 
 
@@ -120,7 +121,8 @@ def for_one_pass(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
 
 def without_boundaries(sequences: PackedSequences) -> PackedSequences:
     """The same sequences for code that looks rotary frequencies up by boundaries where it finds any."""
-    return dataclasses.replace(sequences, cu_seqlens_q=None, cu_seqlens_kv=None)
+    # fields of megatron-core's PackedSeqParams, which is not read here
+    return dataclasses.replace(sequences, cu_seqlens_q=None, cu_seqlens_kv=None)  # type: ignore[call-arg]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _from_spec(
     args: Arguments, config: TransformerConfig, ends: tuple[bool, bool], virtual_stage: int | None
 ) -> GPTModel:
     """The model of the layers that --spec describes."""
-    path = ".".join(args.spec)
+    path = ".".join(args.spec or ())
     found = resolve(path, LayerSpec)
     if not isinstance(found, ModuleSpec):
         found = named("--spec", path, LayerSpec)(args, config, virtual_stage)
@@ -151,4 +151,4 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce = False  # type: ignore[attr-defined]

@@ -100,7 +100,7 @@ class PolicyModel(GPTModel):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         if self.post_process:
-            self.output_layer = OutputLayer(self.output_layer)
+            self.output_layer: Any = OutputLayer(self.output_layer)
 
     def forward(
         self,

@@ -47,6 +47,7 @@ class PackedSelfAttention(SelfAttention):
         """As megatron-core's; `rotary_pos_emb` [longest sequence, 1, 1, width] has one row per position."""
         if _laid_out(packed_seq_params, self.config) and isinstance(rotary_pos_emb, Tensor):
             by_position = rotary_pos_emb
+            assert packed_seq_params is not None  # `_laid_out`
             rows, _ = packed_seq_params.token_frequencies(lambda: (by_position, 1.0))
             rotary_pos_emb = _Rotation(rows, rows)
         return super().forward(
@@ -82,7 +83,7 @@ class PackedLatentSelfAttention(MLASelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if not config.apply_rope_fusion:
-            self.rotary_pos_emb = _FrequenciesOfTokens(self.rotary_pos_emb)
+            self.rotary_pos_emb: Any = _FrequenciesOfTokens(self.rotary_pos_emb)
 
     def get_query_key_value_tensors(
         self,
@@ -94,6 +95,7 @@ class PackedLatentSelfAttention(MLASelfAttention):
     ) -> tuple[Tensor, ...]:
         """As megatron-core's: query, key, value and the two compressed vectors."""
         if _laid_out(packed_seq_params, self.config):
+            assert packed_seq_params is not None  # `_laid_out`
             packed_seq_params = without_boundaries(packed_seq_params)  # with them each layer would ask the device
         return super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, **settings
@@ -117,6 +119,7 @@ class _FrequenciesOfTokens(torch.nn.Module):
     ) -> int | PackedSequences:
         """What `forward` is called with next: the pack itself where its layout is known."""
         if _laid_out(packed_seq_params, transformer_config):
+            assert packed_seq_params is not None
             return packed_seq_params
         return self.by_position.get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params

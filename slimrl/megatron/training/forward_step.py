@@ -160,7 +160,7 @@ def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:
     return micro_batch.tokens.numel() // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
-def _forward(stage: torch.nn.Module, micro_batch: MicroBatch, settings: LogProbConfig) -> Tensor:
+def _forward(stage: Any, micro_batch: MicroBatch, settings: LogProbConfig) -> Tensor:
     """The last stage's output that `settings` reads; of other stages hidden states.
 
     Rotary positions restart at every sequence.

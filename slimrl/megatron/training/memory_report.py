@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,7 @@ class MemoryReport:
         return sizes
 
 
-def _held(stages: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, list[Tensor]]:
+def _held(stages: Sequence[Any], optimizer: MegatronOptimizer) -> dict[str, list[Tensor]]:
     """Every tensor that stays from step to step."""
     whole = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
     held = holdings(whole, optimizer)
@@ -158,7 +159,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
         self._kept: dict[int, int] = {}  # address: how many operations keep it
         self._bytes = 0
 
-    def __enter__(self) -> KeptForBackward:
+    def __enter__(self) -> KeptForBackward:  # type: ignore[override]
         super().__enter__()
         return self
 

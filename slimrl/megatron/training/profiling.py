@@ -42,7 +42,7 @@ class MemoryHistory:
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
-        torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._write())
+        torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._write())  # type: ignore[attr-defined]
 
     def trained(self) -> None:
         """One more rollout was trained on."""

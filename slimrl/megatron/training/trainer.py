@@ -97,7 +97,7 @@ class MegatronTrainer:
             patches.warn(args, self.parallel.device)
         after_initialization(args)
         self.stages = build_stages(args, self.parallel)
-        self._reference = self._load_reference()
+        self._reference: ReferenceWeights | data_parallel.ShardedReference | None = self._load_reference()
         resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         self._wrapped = data_parallel.wrap(args, self.stages, self.parallel.device)

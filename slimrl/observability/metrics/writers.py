@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.redact import shown
@@ -68,7 +69,7 @@ class WandbSettings:
             group = f"{group}_{run_id}"
         return cls(
             id=run_id,
-            mode=args.wandb_mode,
+            mode=cast('Literal["online", "offline"] | None', args.wandb_mode),
             folder=Path(args.wandb_dir or args.run_dir),
             project=args.wandb_project or DEFAULT_PROJECT,
             name=group or Path(args.run_dir).name,
@@ -213,7 +214,7 @@ class TensorBoard:
         """Opens the files; raises ModuleNotFoundError with a sentence where tensorboard is missing."""
         for axis, first in starts.items():
             if axis in (TRAIN_AXIS, "rollout/step"):
-                self._files.attempt(lambda axis=axis, first=first: self._writer(axis, first))
+                self._files.attempt(functools.partial(self._writer, axis, first))
 
     def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
         """One point per name. Points that the disk has no room for are missing from the charts."""
@@ -230,7 +231,12 @@ class TensorBoard:
 
     def close(self, *, failed: bool) -> None:
         """Writes what is left."""
-        if not self._files.attempt(lambda: [writer.close() for writer in self._writers.values()]):
+
+        def close() -> None:
+            for writer in self._writers.values():
+                writer.close()
+
+        if not self._files.attempt(close):
             self._drop()
 
     def _writer(self, axis: str, first_step: int) -> SummaryWriter:

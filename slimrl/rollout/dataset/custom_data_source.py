@@ -148,7 +148,7 @@ def recorded_groups(
     """
     data_source.begin_rollout(rollout_id)
     data_source.get_samples(args.rollout_batch_size)
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int | None, list[Sample]] = {}
     for sample in rollout_dump.load_rollout(template, rollout_id).samples:
         groups.setdefault(sample.group_index, []).append(sample)
     return _subsample(list(groups.values()), args.load_debug_rollout_data_subsample)

@@ -134,7 +134,7 @@ class DatasetMixture:
     """An endless sequence of prompts."""
 
     def __init__(self, args: Arguments, tokenizer: Any) -> None:
-        mix = DataMix.parse(args.prompt_data)
+        mix = DataMix.parse(args.prompt_data or ())
         # without probabilities several paths make one set
         groups = [mix.paths] if mix.probabilities is None else [(path,) for path in mix.paths]
         self._probabilities = mix.probabilities or (1.0,)

@@ -121,8 +121,10 @@ class PromptTokenizer:
         limit = self._form.max_prompt_len
         made: list[Prompt | OverlongPrompt | InvalidRow] = []
         for row, content, ids in zip(rows, contents, token_ids, strict=True):
-            if isinstance(content, InvalidRow) or isinstance(row, InvalidRow):
+            if isinstance(content, InvalidRow):
                 made.append(content)
+            elif isinstance(row, InvalidRow):
+                made.append(row)
             elif limit is not None and len(ids) > limit:
                 made.append(OverlongPrompt(len(ids)))
             else:
@@ -133,6 +135,8 @@ class PromptTokenizer:
     def _content(self, row: Row) -> str | list[dict[str, Any]] | InvalidRow:
         """What the model is asked."""
         fault = validate_row(row, self._form)
+        if isinstance(row, InvalidRow):
+            return row
         if fault is not None:
             return InvalidRow(fault)
         content = row[self._form.input_key]

@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 import logging
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
@@ -294,7 +294,7 @@ class SampleGenerator:
 
     def _function(self, path: str) -> tuple[hooks.CustomGenerate, tuple[str, ...]]:
         if path not in self._functions:
-            function = hooks.resolve(path, hooks.CustomGenerate)
+            function = cast("hooks.CustomGenerate", hooks.resolve(path, hooks.CustomGenerate))
             names = hooks.CustomGenerate.offered
             self._functions[path] = function, tuple(name for name in names if hooks.accepts_keyword(function, name))
         return self._functions[path]

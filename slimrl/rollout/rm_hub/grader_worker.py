@@ -32,6 +32,7 @@ def main() -> None:
     rule_graders.load_graders()
     algebra = _Algebra(lambda notice: print(json.dumps(notice), file=replies))
     print(json.dumps({"ready": True}), file=replies)
+    reply: dict[str, Any]
     for line in sys.stdin.buffer:
         try:
             reply = {"value": rule_graders.judge(json.loads(line), algebra)}

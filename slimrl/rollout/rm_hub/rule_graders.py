@@ -132,7 +132,8 @@ def is_right(response: str, question: dict[str, Any]) -> bool:
 
 def chosen_letter(response: str, letters: list[str]) -> str | None:
     """The letter of the last box, else of the last line that is one, else the one that the text last calls the answer
-    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny."""
+    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny.
+    """
     boxed = last_boxed(response)
     for pattern, text in (
         (_ALONE, boxed or ""),
@@ -256,7 +257,7 @@ def deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> floa
     return math(response, request, algebra)
 
 
-def dapo(response: str, request: dict[str, Any], algebra: Algebra) -> dict[str, Any]:
+def dapo(response: str, request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
     """Whether the last answer line means the same as the label."""
     if request["boxed"]:
         pred = response.strip()

@@ -65,7 +65,9 @@ def load_hf_checkpoint(
             parts = [checkpoint.tensor(part.name) for part in row.hf]
             rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
             shard = to_shard(row, parts, shape, rank=rank, size=size)
-            _copy(shard, parameters.pop(find(row, parameters)), row)
+            name = find(row, parameters)
+            assert name is not None  # `_local_rows` gives those that are there
+            _copy(shard, parameters.pop(name), row)
     if parameters:
         raise ValueError(
             f"the model has {listed(parameters)}, which no tensor of {hf_dir} fills: the model flags describe"

@@ -138,7 +138,8 @@ def _jobs(
     if not add_missing:
         check_hf_names(origin.names, family, shape, str(origin.folder), carried)
     head = redundant_head(origin.names, family, shape)
-    jobs, named = [], set()
+    jobs: list[_Job] = []
+    named: set[str] = set()
     for row, stored in _places(checkpoint, family, shape, add_missing=add_missing).items():
         shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, shape), strict=True))
         if head is not None and row.hf == family.embedding.hf:

@@ -16,6 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -192,7 +193,7 @@ class TorchDistCheckpoint:
 
     def _fill(self, block: _Block, position: int, target: Tensor) -> None:
         """Reads `target`'s bytes, from element `position` of the block on."""
-        view = memoryview(target.view(-1).view(torch.uint8).numpy())
+        view = target.view(-1).view(torch.uint8).numpy().data
         begin = block.begin + position * target.dtype.itemsize
         descriptor = os.open(block.path, os.O_RDONLY)
         try:
@@ -222,7 +223,7 @@ class TorchDistCheckpoint:
             raise ValueError(f"{path}, which holds {key}, does not exist: the checkpoint is incomplete")
         with path.open("rb") as file:
             # on the meta device only the archive's directory is read, and says where the values are
-            archive = _create_file_view(file, info.offset, info.length)
+            archive = cast("IO[bytes]", _create_file_view(file, info.offset, info.length))
             try:
                 empty = torch.load(archive, map_location="meta", weights_only=True)
             except RuntimeError as error:  # torch's reader of archives has no error of its own
@@ -248,7 +249,8 @@ def _contiguous_begin(part: list[slice], sizes: torch.Size) -> int | None:
         if narrowed and length != 1:
             return None
         narrowed = narrowed or length != sizes[dim]
-    return sum(piece.start * math.prod(sizes[dim + 1 :]) for dim, piece in enumerate(part))
+    begin: int = sum(piece.start * math.prod(sizes[dim + 1 :]) for dim, piece in enumerate(part))
+    return begin
 
 
 def _spellings(name: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -220,7 +220,7 @@ class _StreamWriter(ChecksummingWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's objects and weights; returns where each lies."""
-        names = _FileNames(self.path, plan.storage_data.prefix)
+        names = _FileNames(Path(self.path), plan.storage_data.prefix)
         results = self._write_objects([item for item in plan.items if item.type is WriteItemType.BYTE_IO], names)
         queue = _Queue(self._planner.weights)
         with ThreadPoolExecutor(WRITERS) as pool:
@@ -247,7 +247,7 @@ class _StreamWriter(ChecksummingWriter):
     def _write_files(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
         """One thread's work: weights off the queue into a file after another, until none is left."""
         # torch.load never looks at the archive's checksums, and making them takes as long as the copying
-        with serialization_config.patch("save.compute_crc32", False):
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             return self._write_until_empty(queue, names)
 
     def _write_until_empty(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
@@ -257,7 +257,7 @@ class _StreamWriter(ChecksummingWriter):
                 while weight is not None and not self._stopped.is_set():
                     for item, block in self._planner.blocks(weight):
                         begin = stream.tell()
-                        torch.save(block, stream)
+                        torch.save(block, cast("IO[bytes]", stream))
                         results.append(_result(item, path, begin, stream.tell()))
                         self._on_written(block.nbytes)
                     del block  # or it would stay in memory while the next one is read

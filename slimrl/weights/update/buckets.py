@@ -143,7 +143,9 @@ def _fits(unit: Unit, start: int, capacity: int) -> bool:
 class Transport(Protocol):
     """One way to bring buckets to some of the servers."""
 
-    buffer: BufferAllocator
+    @property
+    def buffer(self) -> BufferAllocator:
+        """Where the next bucket is put together."""
 
     def start(self, bucket: Bucket) -> None:
         """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from slimrl.engines.protocol import EngineError, EngineTimeoutError
 from slimrl.engines.sglang.control import RunningRequests
@@ -60,7 +60,14 @@ class ServerControl(Protocol):
         """Loads tensors out of shared memory; one base64 payload per tensor-parallel rank."""
 
     def init_weights_update_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: Literal["nccl", "gloo"],
     ) -> None:
         """Joins a process group as ranks `rank_offset`, `rank_offset` + 1, ..."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class GatherPlan:
     ) -> GatherPlan:
         """Collective over the pipeline and expert groups; `receivers` are global ranks, None: all."""
         wanted = None if receivers is None else frozenset(receivers)
-        own = tuple(_holds_receiver(group, wanted) for group in (tp_group, etp_group))
+        own = (_holds_receiver(tp_group, wanted), _holds_receiver(etp_group, wanted))
         by_expert_rank = gathered(own, ep_group)
         # a shard of an expert may be wanted only by another rank of the expert group
         own = (own[0], any(expert for _, expert in by_expert_rank))
@@ -64,11 +65,14 @@ class GatherPlan:
         return [number for number, rank in enumerate(_members(group, self.receivers)) if _wants(rank, self.receivers)]
 
 
-def gathered(value: object, group: Group) -> list:
+_Value = TypeVar("_Value")
+
+
+def gathered(value: _Value, group: Group) -> list[_Value]:
     """The values of all ranks of `group`, in its order; collective."""
     if group is None or group.size() == 1:
         return [value]
-    values: list = [None] * group.size()
+    values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -125,6 +129,7 @@ def iter_hf_tensors(
     needs = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)
     memory, parts = ReusedBuffer(device), _RowMemory(device)
     for row, name in rows:
+        assert name is not None  # `_check_complete` raises else
         group = tp_group if row.expert is None else etp_group
         size = group.size() if group is not None and row.shard_dim is not None else 1
         local = tensors.get(name)
@@ -179,12 +184,13 @@ def _bring(local: Tensor, place: _Place, needs: GatherPlan, pp_group: Group, ep_
 
     Across stages, which may be on other machines, only the ranks that need it for the second step take part.
     """
-    of_expert = place.expert_rank is not None
+    expert_rank = place.expert_rank
+    of_expert = expert_rank is not None
     holds_expert = not of_expert or ep_group is None or ep_group.rank() == place.expert_rank
     if pp_group is not None and holds_expert and needs.pp_broadcast_needed(place.stage, expert=of_expert):
         dist.broadcast(local, group=pp_group, group_src=place.stage)
-    if of_expert and ep_group is not None and needs.ep_broadcast_needed(place.expert_rank):
-        dist.broadcast(local, group=ep_group, group_src=place.expert_rank)
+    if expert_rank is not None and ep_group is not None and needs.ep_broadcast_needed(expert_rank):
+        dist.broadcast(local, group=ep_group, group_src=expert_rank)
 
 
 def _gather(local: Tensor, group: Group, size: int, needs: GatherPlan, memory: ReusedBuffer) -> Tensor | None:
@@ -193,7 +199,7 @@ def _gather(local: Tensor, group: Group, size: int, needs: GatherPlan, memory: R
     They lie in `memory` where there are several.
     """
     wanting = needs.wanting(group)
-    if size == 1:
+    if size == 1 or group is None:
         return local.unsqueeze(0) if (0 if group is None else group.rank()) in wanting else None
     if not wanting:
         return None

@@ -18,13 +18,33 @@ if TYPE_CHECKING:
 class RankGroups(Protocol):
     """What a weight update asks of a training rank's place; `slimrl.megatron.parallel.ParallelState` is one."""
 
-    rank: int
-    world_size: int
-    device: torch.device
-    tp_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup
-    ep_group: dist.ProcessGroup
-    etp_group: dist.ProcessGroup
+    @property
+    def rank(self) -> int:
+        """Of this process among all trainers."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """Tensor parallel."""
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """Pipeline parallel."""
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        """Expert parallel."""
+
+    @property
+    def etp_group(self) -> dist.ProcessGroup:
+        """Tensor parallel within experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +114,9 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
     remote: list[int] = []
     for number, engine in enumerate(engines):
         senders = _on_node(engines, engine, world_size) if host_memory else engine.gpus
-        if all(rank is not None and rank < world_size for rank in senders):
-            sharing[number] = tuple(senders)
+        present = tuple(rank for rank in senders if rank is not None and rank < world_size)
+        if len(present) == len(senders):
+            sharing[number] = present
         elif 0 in engine.gpus and not host_memory:
             raise ValueError(
                 f"engine {engine.url} has GPUs {list(engine.gpus)} and the trainer has {world_size}: a GPU cannot"
@@ -139,7 +160,8 @@ def partners(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:
 
     `groups` are those that divide the model, of every rank: tensor, pipeline, expert and expert tensor parallel.
     """
-    found, reached = set(), {rank}
+    found: set[int] = set()
+    reached = {rank}
     while reached - found:
         found = set(reached)
         reached |= {member for group in groups if found & set(group) for member in group}

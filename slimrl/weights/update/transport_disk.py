@@ -112,13 +112,19 @@ class Delivery:
     def finish(self) -> None:
         """After the last; collective. Raises WeightSyncError on every rank, for a function that failed finally."""
         if self._post_write is not None:
-            folder = self._ranks.run_on_rank_zero(lambda: str(self._transport.folder))
+            folder = self._ranks.run_on_rank_zero(lambda: str(self._lead.folder))
             self._ranks.run_on_all_ranks(lambda: self._shown(Path(folder)))
-        self._ranks.run_on_rank_zero(lambda: self._transport.deliver())
+        self._ranks.run_on_rank_zero(lambda: self._lead.deliver())
+
+    @property
+    def _lead(self) -> DiskTransport:
+        assert self._transport is not None
+        return self._transport
 
     def _shown(self, folder: Path) -> None:
         try:
-            self._post_write(folder)
+            if self._post_write is not None:
+                self._post_write(folder)
         except HookFailedError as error:
             raise WeightSyncError(str(error), final=True) from error
 

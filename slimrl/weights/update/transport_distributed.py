@@ -21,7 +21,13 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    GroupName,
+    Store,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from slimrl.weights.update.buckets import Bucket, DoubleBuffer, ReusedBuffer
 from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all, results
@@ -226,20 +232,21 @@ def _completed(work: Future[dist.Work]) -> bool:
 
 
 def join_group(
-    store: dist.Store, backend: str, name: str, *, rank: int, world_size: int, timeout: datetime.timedelta
+    store: Store, backend: str, name: str, *, rank: int, world_size: int, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
     """A process group next to the default one, over ranks that are not all in the default one.
 
     torch has no public call for it. The far end reaches the same keys because both put the group's name
     before them and leave the rest to the same torch function.
     """
+    group: dist.ProcessGroup
     group, _ = _new_process_group_helper(
         world_size,
         rank,
         [],
         dist.Backend(backend),
         dist.PrefixStore(name, store),
-        group_name=name,
+        group_name=GroupName(name),
         timeout=timeout,
     )
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
@@ -251,7 +258,7 @@ def own_address(urls: list[str]) -> str:
 
     The loopback address only where all of them are reached by it.
     """
-    addresses = []
+    addresses: list[str] = []
     for url in urls:
         parts = urlsplit(url)
         family, kind, protocol, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]

@@ -334,15 +334,15 @@ class TensorTransport:
         if self._calls is None:
             return
         calls, self._calls = self._calls, None
-        error = None
+        error: WeightSyncError | None = None
         try:
             results([s for s, _ in calls], [call for _, call in calls], "updating weights from shared tensors")
         except WeightSyncError as failed:
             error = failed
         errors = [link.share_error(error) for link in self._links]
-        failed = next((found for found in errors if found is not None), None)
-        if failed is not None:
-            raise failed
+        first = next((found for found in errors if found is not None), None)
+        if first is not None:
+            raise first
 
     def release(self) -> None:
         """Gives up what was kept for later pipeline stages: every one has read it."""

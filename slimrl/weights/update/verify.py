@@ -135,7 +135,7 @@ _SEED = 0x243F6A88
 def host_checksum(tensor: Tensor) -> str:
     """First 8 bytes of the SHA-256 of the tensor's bytes, in hex."""
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(raw.numpy())).digest()[:8].hex()
+    return hashlib.sha256(raw.numpy().data).digest()[:8].hex()
 
 
 def device_checksum(tensor: Tensor) -> str:

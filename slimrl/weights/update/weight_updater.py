@@ -126,6 +126,7 @@ class WeightUpdater:
         source = ModelSource(ModelShape.from_args(args), family_for(read_hf_config(Path(args.hf_checkpoint))), parallel)
         bucket_bytes = args.update_weight_buffer_size
         if args.update_weight_transport == "disk":
+            assert args.update_weight_disk_dir is not None
             folder = Path(args.update_weight_disk_dir)
             return cls.disk(
                 source,
@@ -340,7 +341,7 @@ class WeightUpdater:
             num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
             manifest.check_off(bucket)
             lanes.run(lambda transport: transport.finish())
-            lanes.run(lambda transport, bucket=bucket: transport.start(bucket))
+            lanes.run(lambda transport, bucket=bucket: transport.start(bucket))  # type: ignore[misc]
         lanes.run(lambda transport: transport.finish())
         lanes.raise_first()
         manifest.close()

@@ -10,6 +10,7 @@ import math
 import re
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 from slimrl.rollout.rm_hub.math_equivalence import parse
 from slimrl.rollout.rm_hub.math_equivalence.quantities import measure, rational, split_unit
@@ -90,7 +91,7 @@ def _quantity(term: str) -> _Quantity | None:
 def _agree(one: _Quantity, other: _Quantity, modulus: int) -> bool:
     if one.unit != other.unit and _may_be_converted(one, other):
         return True
-    difference = abs(one.value - other.value)
+    difference: Any = abs(one.value - other.value)
     if difference == 0:
         return True
     if not isinstance(difference, Fraction) and difference <= _CLOSE * max(1.0, abs(float(one.value))):

@@ -113,7 +113,8 @@ def _brackets(text: str) -> list[Interval] | None:
         return union(items.items[0])
     if len(items.items) != 2 or items.brackets not in ("()", "[]", "[)", "(]"):
         return None
-    return [_interval(*items.items, items.brackets[0] == "[", items.brackets[1] == "]")]
+    low, high = items.items
+    return [_interval(low, high, items.brackets[0] == "[", items.brackets[1] == "]")]
 
 
 def _reals(text: str) -> list[Interval] | None:

@@ -185,7 +185,8 @@ def _same_value(first: sympy.Expr, second: sympy.Expr) -> bool:
 def _agree(first: sympy.Expr, second: sympy.Expr) -> bool:
     """Whether two expressions agree to `DIGITS / 2` digits wherever both are real (anywhere, if they never are)."""
     letters = sorted(first.free_symbols | second.free_symbols, key=str)
-    real, others = [], []
+    real: list[bool] = []
+    others: list[bool] = []
     for point in _points(letters):
         values = [sympy.N(part.subs(point), DIGITS, maxn=4 * DIGITS) for part in (first, second)]
         if all(value.is_number and value.is_finite for value in values):

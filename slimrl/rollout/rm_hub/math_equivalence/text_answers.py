@@ -98,8 +98,8 @@ def number_word(words: str) -> Fraction | None:
         return Fraction(_ONES.index(parts[0]), part)
     thousands, found, rest = words.partition(" thousand")
     if found:
-        parts = _below_thousand(thousands), _below_thousand(rest.strip()) if rest.strip() else Fraction(0)
-        return None if None in parts else 1000 * parts[0] + parts[1]
+        pair = _below_thousand(thousands), _below_thousand(rest.strip()) if rest.strip() else Fraction(0)
+        return None if None in pair else 1000 * pair[0] + pair[1]
     return _below_thousand(words)
 
 
