@@ -33,8 +33,9 @@ One flat list of flags for `train.py` and `train_async.py`. This page is made fr
 - Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--router-<x>` to the router.
 - Paths of functions are dotted import paths (`package.module.function`); their contracts are in `slimrl/hooks/`.
 - A slot is one GPU, or one CPU share on a machine without GPUs.
-- Flags that Megatron-LM or slime have and that this version does not serve are listed too: *refused* says what to
-  use instead. Their default is accepted, so that a script which spells it out runs.
+- Flags that Megatron-LM or slime have and slimrl does not support are listed too: *unsupported* says what to use
+  instead. Their default is accepted, so that a script which spells it out runs. [unsupported.md](unsupported.md) has
+  them by capability.
 """
 
 _UNSUPPORTED = """\
@@ -217,7 +218,7 @@ def _unsupported_row(spec: FlagSpec) -> str:
     accepted = [word for word in (_default(spec), *map(str, spec.served)) if word != "-"]
     values = f"all but {', '.join(f'`{word}`' for word in accepted)}" if accepted else "" if spec.is_switch else "all"
     sentence = ended((spec.not_served or "")[:1].upper() + (spec.not_served or "")[1:])
-    return f"| `{spec.name}` | {values} | {sentence} |".replace("  ", " ")
+    return f"| `{spec.name}` | {values} | {_prose(sentence)} |".replace("  ", " ")
 
 
 def _anchor(title: str) -> str:
@@ -231,7 +232,9 @@ def markdown() -> str:
 
 def help_text(entry: str) -> str:
     """The same for a terminal."""
-    lines = [f"python3 {entry} <flags>; flags with their defaults in brackets (docs/flags.md has those refused too):"]
+    lines = [
+        f"python3 {entry} <flags>; flags with their defaults in brackets (docs/flags.md has the unsupported ones too):"
+    ]
     for group in GROUPS:
         served = [spec for spec in flag_specs(group) if spec.not_served is None or spec.served]
         lines += ["", _title(group)] if served else []
@@ -253,15 +256,20 @@ def _title(group: type) -> str:
 
 def _row(spec: FlagSpec) -> str:
     names = ", ".join(f"`{name}`" for name in spec.on + spec.off)
-    cells = (names, _value(spec), _default(spec), spec.help + _refusal(spec))
+    cells = (names, _value(spec), _default(spec), _prose(spec.help) + _unsupported_mark(spec))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _refusal(spec: FlagSpec) -> str:
+def _prose(text: str) -> str:
+    """`text` of a declaration as Markdown: what would be a tag or emphasis there stands for itself."""
+    return text.replace("<", "&lt;").replace("*", "\\*")
+
+
+def _unsupported_mark(spec: FlagSpec) -> str:
     if spec.not_served is None:
         return ""
     but = f" other than {', '.join(map(str, spec.served))}" if spec.served else ""
-    return f" (*refused{but}*: {spec.not_served})"
+    return f" (*unsupported{but}*: {_prose(spec.not_served)})"
 
 
 def _value(spec: FlagSpec) -> str:

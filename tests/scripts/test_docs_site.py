@@ -15,6 +15,11 @@ from tools import docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+TAGS = {
+    *("a", "article", "aside", "br", "button", "circle", "code", "div", "em", "footer", "form", "h1", "h2", "h3", "h4"),
+    *("hr", "img", "input", "label", "li", "link", "main", "nav", "ol", "p", "path", "pre", "script", "span", "strong"),
+    *("style", "svg", "table", "tbody", "td", "th", "thead", "tr", "ul"),
+}
 REPOSITORY = "https://example.org/owner/name"
 
 
@@ -63,6 +68,12 @@ def test_a_table_or_a_list_is_not_left_as_text(site):
         assert not re.search(r"<p>[^<]*\n(?:- |\d+\. |\|)", plain), (
             f"{page} has a list or table without an empty line before it"
         )
+
+
+def test_no_placeholder_is_taken_for_a_tag(site):
+    """`<name>` in plain text would be a tag, and not be shown."""
+    for page in PAGES:
+        assert set(re.findall(r"<([a-z][\w-]*)", text(site, page).partition("<article")[2])) <= TAGS, page
 
 
 def test_links_outside_docs_lead_to_the_repository(site):
