@@ -23,23 +23,30 @@ TAGS = {
 REPOSITORY = "https://example.org/owner/name"
 
 
-def build(folder: Path, config: Path = ROOT / "mkdocs.yml", **variables: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    """scripts/docs.sh in the environment of the tests, which has mkdocs."""
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT}
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **variables}
-    return subprocess.run([*command, "--site-dir", str(folder)], env=environment, **options)
+    environment = {**os.environ, "VENV": sys.prefix, **variables}
+    return subprocess.run(["bash", "scripts/docs.sh", *arguments], env=environment, **options)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = build(folder, REPOSITORY_URL=REPOSITORY)
+    done = script("--output", str(folder), REPOSITORY_URL=REPOSITORY)
     assert done.returncode == 0, done.stderr
+    assert f"done: {folder}/index.html" in done.stdout
     return folder
 
 
 def text(site: Path, page: str) -> str:
     return (site / f"{page}.html").read_text()
+
+
+def test_the_script_explains_itself_and_refuses_a_bad_option():
+    assert "--serve" in script("--help").stdout
+    refused = script("--sevre")
+    assert (refused.returncode, refused.stderr) == (2, "slimrl: unknown option --sevre; see --help\n")
 
 
 def test_every_page_is_in_the_navigation(site):
@@ -70,6 +77,13 @@ def test_a_table_or_a_list_is_not_left_as_text(site):
         )
 
 
+def test_what_belongs_to_a_list_item_is_indented_by_four_spaces():
+    """mkdocs ends a list before a paragraph that is indented by two or three, GitHub does not."""
+    for page in PAGES:
+        outside = re.sub(r"^ *```.*?^ *```", "", (ROOT / f"docs/{page}.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert not re.search(r"\n\n {1,3}\S", outside), page
+
+
 def test_no_placeholder_is_taken_for_a_tag(site):
     """`<name>` in plain text would be a tag, and not be shown."""
     for page in PAGES:
@@ -87,7 +101,8 @@ def test_a_broken_link_and_a_missing_section_end_the_build(tmp_path):
     config = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
     (tmp_path / "mkdocs.yml").write_text(config)
     (tmp_path / "docs/index.md").write_text("# A\n\n[b](b.md) [c](#missing) [d](../none.md)\n")
-    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     for link in ("b.md", "#missing", "../none.md"):
         assert link in done.stderr
