@@ -52,7 +52,7 @@ def more_cache(plan: Plan) -> str:
     gpus = args.rollout_num_gpus_per_engine
     means = []
     for size in (gpus * factor for factor in _FACTORS):
-        if engine_memory(plan.shape, settings, size, plan.gpu.bytes).tokens >= need:
+        if engine_memory(plan.spec, settings, size, plan.gpu.bytes).tokens >= need:
             on_more = "" if size <= args.rollout_num_gpus else f" and --rollout-num-gpus to {size}"
             means.append(f"raise --rollout-num-gpus-per-engine to {size}{on_more}")
             break
@@ -63,7 +63,7 @@ def more_cache(plan: Plan) -> str:
 
 
 def _tokens(plan: Plan, settings: Any, gpus: int) -> int:
-    return engine_memory(plan.shape, settings, gpus, plan.gpu.bytes).tokens or 0
+    return engine_memory(plan.spec, settings, gpus, plan.gpu.bytes).tokens or 0
 
 
 def _divisions(args: Arguments) -> Iterator[Remedy]:

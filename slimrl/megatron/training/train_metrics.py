@@ -26,7 +26,7 @@ from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
 from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.loss import MAXIMUM_NAMES, TOKEN_NAMES, PolicyLossConfig, PolicyLossSums
-from slimrl.models.model_spec import shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
 CORRECT_REWARD = 1.0
@@ -70,10 +70,11 @@ def rollout_report(
 
     `returns` and `entropy` are float32 [response tokens] where they are known; `seconds` by phase (`PhaseTimes`).
     """
+    spec = ModelSpec.from_args(args)
     sums = {
         "samples": float(len(batch)),
         "tokens": float(batch.total_lengths.sum()),
-        "flops": float(forward_flops(shape_of(args), batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
+        "flops": float(forward_flops(spec, batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
         **dict(zip(_OF_EVERY_SAMPLE, _plain_sums(batch), strict=True)),
     }
     if args.compute_advantages_and_returns:
