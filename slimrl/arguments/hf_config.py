@@ -1,7 +1,7 @@
 """Compares the model flags with a Hugging Face config.json: a wrong shape or theta would train without an error.
 
-One declarative table per model family (`slimrl.models.config_tables`) says which key states which flag. Imports
-nothing heavy. `stated_flags` gives the flags that a config.json states.
+One declarative table per model family, in its file of `slimrl.models.families`, says which key states which flag.
+Imports nothing heavy. `stated_flags` gives the flags that a config.json states.
 """
 
 from __future__ import annotations

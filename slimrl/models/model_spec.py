@@ -163,8 +163,8 @@ class ModelSpec:
     def from_hf_config(cls, hf_config: dict[str, Any]) -> ModelSpec:
         """The model that a config.json describes, without vocabulary padding.
 
-        Raises ValueError for an unknown model_type, a variant that the family's table does not describe, or where an
-        entry is missing that every such config must have.
+        Raises ValueError for an unknown model_type, a variant that the family's table does not describe, a missing
+        entry that every such config must have, or a list of layers that is not of num_hidden_layers entries.
         """
         family = family_for(hf_config)
         for key in _NEEDED:

@@ -42,7 +42,7 @@ def row_of(name: str, shape: ModelSpec = SHAPE, family=DEEPSEEK):
     ],
 )
 def test_the_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows):
-    target = engine_tensor(row_of(f"model.layers.0.mlp.{name}.weight"), SHAPE, "deepseek_v3")
+    target = engine_tensor(row_of(f"model.layers.0.mlp.{name}.weight"), SHAPE, DEEPSEEK)
     assert (target.name, target.rows) == (f"model.layers.0.mlp.{engine}", rows)
     assert target.stacked is (rows == 5)
 
@@ -50,14 +50,14 @@ def test_the_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows)
 def test_both_projections_to_latent_vectors_are_one_matrix_where_queries_have_one():
     attention = "model.layers.0.self_attn."
     query, key = (row_of(f"{attention}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
-    joined = engine_tensor(query, SHAPE, "deepseek_v3")
-    assert joined == engine_tensor(key, SHAPE, "deepseek_v3") and joined.rows == 2
+    joined = engine_tensor(query, SHAPE, DEEPSEEK)
+    assert joined == engine_tensor(key, SHAPE, DEEPSEEK) and joined.rows == 2
     assert joined.name == f"{attention}fused_qkv_a_proj_with_mqa.weight"
     assert joined.join([torch.zeros(6, 3), torch.ones(6, 3)]).tolist() == [[0.0] * 3] * 6 + [[1.0] * 3] * 6
     # without a query latent there is nothing to join
     latent = dataclasses.replace(SHAPE.latent, q_lora_rank=None)
     plain = dataclasses.replace(SHAPE, latent=latent)
-    assert engine_tensor(row_of(key.hf[0].name, plain), plain, "deepseek_v3").name == key.hf[0].name
+    assert engine_tensor(row_of(key.hf[0].name, plain), plain, DEEPSEEK).name == key.hf[0].name
 
 
 def test_an_experts_gate_and_up_are_padded_and_divided_each_on_its_own():
@@ -109,8 +109,8 @@ def test_shared_experts_are_as_wide_as_so_many_padded_routed_ones():
 def test_the_router_of_glm_is_kept_in_float32():
     row = row_of("model.layers.0.mlp.gate.weight")
     half = torch.tensor([[1.5, 0.25, -3.0]], dtype=torch.bfloat16)
-    assert engine_tensor(row, SHAPE, "deepseek_v3").join([half]).dtype == torch.bfloat16
-    kept = engine_tensor(row, SHAPE, "glm4_moe").join([half])
+    assert engine_tensor(row, SHAPE, DEEPSEEK).join([half]).dtype == torch.bfloat16
+    kept = engine_tensor(row, SHAPE, family_for({"model_type": "glm4_moe"})).join([half])
     assert kept.dtype == torch.float32 and kept.tolist() == half.tolist()
 
 
@@ -127,8 +127,9 @@ DENSE = dataclasses.replace(SHAPE, moe_layers=(False,), experts=None, latent=Non
     ],
 )
 def test_projections_that_the_engine_fuses_have_its_name_and_others_keep_theirs(tensor, engine):
-    row = row_of(f"model.layers.0.{tensor}", DENSE, family_for({"model_type": "qwen3"}))
-    assert engine_tensor(row, DENSE, "qwen3").name == f"model.layers.0.{engine}"
+    family = family_for({"model_type": "qwen3"})
+    row = row_of(f"model.layers.0.{tensor}", DENSE, family)
+    assert engine_tensor(row, DENSE, family).name == f"model.layers.0.{engine}"
 
 
 @pytest.mark.parametrize(

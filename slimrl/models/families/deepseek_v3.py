@@ -1,4 +1,4 @@
-"""Weight tables of DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) and of Kimi-K2 (`kimi_k2`).
+"""Tensors and config.json of DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) and of Kimi-K2 (`kimi_k2`).
 
 Latent attention; the first layers are dense, the others have experts chosen by scores with a bias. Kimi-K2 has the same
 architecture under a model_type of its own. The MTP layer after the last one is not trained: its tensors are copied from
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from slimrl.models.families import param_mapping
+from slimrl.models.families import config_mapping, param_mapping
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
 
 DEEPSEEK_V3 = ModelMapping(
     model_type="deepseek_v3",
+    config=config_mapping.latent_table(dense_layers=3),
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,

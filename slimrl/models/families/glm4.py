@@ -1,4 +1,4 @@
-"""Weight tables of GLM-4 (`glm4`), GLM-4.5 and 4.6 (`glm4_moe`) and GLM-4.7-Flash (`glm4_moe_lite`).
+"""Tensors and config.json of GLM-4 (`glm4`), GLM-4.5 and 4.6 (`glm4_moe`) and GLM-4.7-Flash (`glm4_moe_lite`).
 
 GLM-4 is dense, with norms after attention and MLP too; gate and up projection are stored as one tensor.
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from slimrl.models.families import deepseek_v3, param_mapping
+from slimrl.models import config_rows
+from slimrl.models.config_rows import always, switched
+from slimrl.models.families import config_mapping, deepseek_v3, param_mapping
 from slimrl.models.families.param_mapping import (
     HF_LAYER,
     MEGATRON_LAYER,
@@ -39,6 +41,14 @@ POST_MLP_NORM = ParamMapping(
 
 GLM4 = ModelMapping(
     model_type="glm4",
+    config=config_mapping.table(
+        config_mapping.head_width(128),
+        config_rows.percent(0.5),
+        config_mapping.qkv_bias(True),
+        always("rotary_interleaved", "--rotary-interleaved", True),
+        always("post_self_attn_layernorm", "--post-self-attn-layernorm", True),
+        always("post_mlp_layernorm", "--post-mlp-layernorm", True),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,
@@ -58,6 +68,15 @@ GLM4 = ModelMapping(
 
 GLM4_MOE = ModelMapping(
     model_type="glm4_moe",
+    config=config_mapping.table(
+        *config_mapping.EXPERTS,
+        *config_mapping.SIGMOID,
+        config_mapping.layers_after(1),
+        config_rows.percent(0.5),
+        switched("qk_layernorm", "--qk-layernorm", "use_qk_norm", default=False),
+        unserved=(*config_mapping.PLAIN_ATTENTION, *config_mapping.SIGMOID_ROUTING),
+    ),
+    float32_router=True,
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,
@@ -81,4 +100,9 @@ GLM4_MOE = ModelMapping(
 )
 
 
-GLM4_MOE_LITE: ModelMapping = dataclasses.replace(deepseek_v3.DEEPSEEK_V3, model_type="glm4_moe_lite")
+GLM4_MOE_LITE: ModelMapping = dataclasses.replace(
+    deepseek_v3.DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    config=config_mapping.latent_table(dense_layers=1),
+    float32_router=True,
+)

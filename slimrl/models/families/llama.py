@@ -1,12 +1,13 @@
-"""Dense Llama 2 and 3: no biases, no query or key norms."""
+"""Tensors and config.json of dense Llama 2 and 3: no biases, no query or key norms."""
 
 from __future__ import annotations
 
-from slimrl.models.families import param_mapping
+from slimrl.models.families import config_mapping, param_mapping
 from slimrl.models.families.param_mapping import ModelMapping
 
 LLAMA = ModelMapping(
     model_type="llama",
+    config=config_mapping.table(unserved=(*config_mapping.PLAIN_ATTENTION, *config_mapping.NO_BIASES)),
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,

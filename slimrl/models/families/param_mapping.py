@@ -1,5 +1,4 @@
-"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors, `ModelMapping` is a model's table of rows; the
-shared rows.
+"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors, `ModelMapping` describes a family; shared rows.
 
 A table is data only; `slimrl.weights.reshard` has the arithmetic. Loader, exporter, converters and checks all read it,
 so that they agree on every name. The rows here are those that families share: dense layers, experts, latent attention.
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from slimrl.models.config_rows import FamilyTable
 
 if TYPE_CHECKING:
     from slimrl.models.model_spec import ModelSpec
@@ -113,14 +114,20 @@ class MTPLayers:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMapping:
-    """A family's table: the rows before the layers, of each layer, after the layers, and the untied head."""
+    """A family: its tensors before the layers, of each layer, after the layers, and the untied head; its config.json.
+
+    `config` says which key of config.json states which model flag. `float32_router`: engines keep the router's weight
+    in float32, whatever the dtype of the others.
+    """
 
     model_type: str
+    config: FamilyTable
     embedding: ParamMapping
     layer: tuple[ParamMapping, ...]
     final_norm: ParamMapping
     head: ParamMapping
     extra_layers: MTPLayers | None = None
+    float32_router: bool = False
     # config entries that must have this value (or be absent), because the table has no rows for others
     fixed_config: tuple[tuple[str, Any], ...] = ()
 

@@ -1,4 +1,4 @@
-"""Weight tables of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
+"""Tensors and config.json of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
 
 Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert where there are experts. Qwen3
 has query and key norms and no biases. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their tensors
@@ -7,7 +7,9 @@ are copied from the original folder.
 
 from __future__ import annotations
 
+from slimrl.models.config_rows import always, switched, value
 from slimrl.models.families import param_mapping
+from slimrl.models.families.config_mapping import EXPERTS, NO_BIASES, PLAIN_ATTENTION, SOFTMAX, head_width, table
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
 
 QWEN2_ATTENTION = (
@@ -20,6 +22,7 @@ QWEN2_ATTENTION = (
 
 QWEN2 = ModelMapping(
     model_type="qwen2",
+    config=table(always("add_qkv_bias", "--add-qkv-bias", True)),
     embedding=param_mapping.EMBEDDING,
     layer=(*QWEN2_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
     final_norm=param_mapping.FINAL_NORM,
@@ -27,6 +30,13 @@ QWEN2 = ModelMapping(
 )
 QWEN2_MOE = ModelMapping(
     model_type="qwen2_moe",
+    config=table(
+        *EXPERTS,
+        *SOFTMAX,
+        switched("add_qkv_bias", "--add-qkv-bias", "qkv_bias", default=True),
+        value("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", absent="no shared expert"),
+        always("moe_shared_expert_gate", "--moe-shared-expert-gate", True),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(
         *QWEN2_ATTENTION,
@@ -54,6 +64,11 @@ QWEN3_ATTENTION = (
 
 QWEN3 = ModelMapping(
     model_type="qwen3",
+    config=table(
+        always("qk_layernorm", "--qk-layernorm", True),
+        head_width(128),
+        unserved=(*PLAIN_ATTENTION, *NO_BIASES),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(*QWEN3_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
     final_norm=param_mapping.FINAL_NORM,
@@ -62,6 +77,12 @@ QWEN3 = ModelMapping(
 )
 QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",
+    config=table(
+        *EXPERTS,
+        *SOFTMAX,
+        always("qk_layernorm", "--qk-layernorm", True),
+        unserved=(*PLAIN_ATTENTION, *NO_BIASES),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(
         *QWEN3_ATTENTION,
@@ -79,6 +100,7 @@ QWEN3_MOE = ModelMapping(
 
 MIMO = ModelMapping(
     model_type="mimo",
+    config=table(always("add_qkv_bias", "--add-qkv-bias", True)),
     embedding=param_mapping.EMBEDDING,
     layer=QWEN2.layer,
     final_norm=param_mapping.FINAL_NORM,

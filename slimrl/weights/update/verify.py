@@ -29,7 +29,6 @@ from slimrl.weights.update.engine_control import WeightSyncError
 
 VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
 HOST_FFN_MULTIPLE = 32  # on the CPU it pads each rank's part of the inner width of every MLP, too
-FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # model types whose router the engine keeps in float32
 FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
 
 
@@ -58,10 +57,10 @@ class EngineTensor:
         return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
-def engine_tensor(row: ParamMapping, spec: ModelSpec, model_type: str) -> EngineTensor:
+def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> EngineTensor:
     """Where the engine keeps a row's tensors."""
     name = row.hf[0].name
-    if name.endswith(".mlp.gate.weight") and model_type in FLOAT32_ROUTERS:
+    if name.endswith(".mlp.gate.weight") and family.float32_router:
         return EngineTensor(name, dtype=torch.float32)
     if row.expert is not None:
         module, _, projection = name.partition(f".experts.{row.expert}.")
@@ -211,7 +210,7 @@ def expected_checksums(
     tensors = iter(named_tensors)
     for row in family.rows(spec):
         parts = [next(tensors)[1].clone() for _ in row.hf]
-        target = engine_tensor(row, spec, family.model_type)
+        target = engine_tensor(row, spec, family)
         for size, ranks in expected.items():
             layout = EngineLayout(size, on_host)
             for rank, checksums in enumerate(ranks):
