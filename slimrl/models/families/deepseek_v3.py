@@ -11,6 +11,35 @@ import dataclasses
 
 from slimrl.models.families import config_mapping, param_mapping
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
+from slimrl.models.families.toy_config import LATENT, ROUTED, SIGMOID, ToyConfig, rope, yarn
+
+DEEPSEEK_TOY = ToyConfig(
+    "DeepseekV3ForCausalLM",
+    LATENT
+    | ROUTED
+    | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5}
+    | yarn(10000.0, factor=40.0, beta_fast=32.0),
+    published=SIGMOID,
+)
+MOONLIGHT_TOY = ToyConfig(
+    "DeepseekV3ForCausalLM",
+    LATENT
+    | ROUTED
+    | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
+    | {"routed_scaling_factor": 2.446}
+    | rope(50000.0),
+    published=SIGMOID,
+)
+KIMI_TOY = ToyConfig(
+    "DeepseekV3ForCausalLM",
+    LATENT
+    | ROUTED
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
+    | yarn(50000.0, factor=32.0, beta_fast=1.0),
+    # Published files say kimi_k2 and bring code along for it; by their own class they are DeepSeek-V3's.
+    published=SIGMOID,
+)
 
 DEEPSEEK_V3 = ModelMapping(
     model_type="deepseek_v3",
@@ -37,7 +66,8 @@ DEEPSEEK_V3 = ModelMapping(
         ("rope_interleave", True),
         ("topk_method", "noaux_tc"),
     ),
+    toys={"deepseek_v3": DEEPSEEK_TOY, "moonlight": MOONLIGHT_TOY},
 )
 
 
-KIMI_K2: ModelMapping = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
+KIMI_K2: ModelMapping = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", toys={"kimi_k2": KIMI_TOY})

@@ -23,6 +23,7 @@ from slimrl.models.families.param_mapping import (
     MTPLayers,
     ParamMapping,
 )
+from slimrl.models.families.toy_config import GROUPED, LATENT, ONE_DENSE_LAYER, ROUTED, ToyConfig, rope
 
 POST_ATTENTION_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "post_self_attn_layernorm.weight",),
@@ -63,6 +64,12 @@ GLM4 = ModelMapping(
     ),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
+    toys={
+        "glm4": ToyConfig(
+            "Glm4ForCausalLM",
+            GROUPED | {"rms_norm_eps": 1e-5, "attention_bias": True} | rope(10000.0, partial_rotary_factor=0.5),
+        )
+    },
 )
 
 
@@ -97,6 +104,17 @@ GLM4_MOE = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     extra_layers=MTPLayers("model.layers.{layer}.", after_decoder=True),
+    toys={
+        "glm4_moe": ToyConfig(
+            "Glm4MoeForCausalLM",
+            GROUPED
+            | ROUTED
+            | {"rms_norm_eps": 1e-5, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+            | rope(1e6, partial_rotary_factor=0.5),
+            published={"num_nextn_predict_layers": 0},
+        )
+    },
 )
 
 
@@ -105,4 +123,11 @@ GLM4_MOE_LITE: ModelMapping = dataclasses.replace(
     model_type="glm4_moe_lite",
     config=config_mapping.latent_table(dense_layers=1),
     float32_router=True,
+    toys={
+        "glm4_moe_lite": ToyConfig(
+            "Glm4MoeLiteForCausalLM",
+            LATENT | ROUTED | {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8} | rope(1e6),
+            published={**ONE_DENSE_LAYER, "topk_method": "noaux_tc"},
+        )
+    },
 )

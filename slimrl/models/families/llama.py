@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from slimrl.models.families import config_mapping, param_mapping
 from slimrl.models.families.param_mapping import ModelMapping
+from slimrl.models.families.toy_config import GROUPED, ToyConfig, rope
+
+LLAMA3_POSITIONS = {
+    **rope(
+        500000.0,
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+    "max_position_embeddings": 131072,
+}
 
 LLAMA = ModelMapping(
     model_type="llama",
@@ -20,4 +33,5 @@ LLAMA = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False), ("mlp_bias", False)),
+    toys={"llama": ToyConfig("LlamaForCausalLM", GROUPED | LLAMA3_POSITIONS | {"rms_norm_eps": 1e-5})},
 )

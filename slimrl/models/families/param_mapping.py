@@ -12,12 +12,13 @@ replicated over tensor-parallel ranks, up-projections are divided by heads. Rota
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from slimrl.models.config_rows import FamilyTable
+from slimrl.models.families.toy_config import ToyConfig
 
 if TYPE_CHECKING:
     from slimrl.models.model_spec import ModelSpec
@@ -117,7 +118,7 @@ class ModelMapping:
     """A family: its tensors before the layers, of each layer, after the layers, and the untied head; its config.json.
 
     `config` says which key of config.json states which model flag. `float32_router`: engines keep the router's weight
-    in float32, whatever the dtype of the others.
+    in float32, whatever the dtype of the others. `toys` are models of the family at toy size, by name.
     """
 
     model_type: str
@@ -130,6 +131,7 @@ class ModelMapping:
     float32_router: bool = False
     # config entries that must have this value (or be absent), because the table has no rows for others
     fixed_config: tuple[tuple[str, Any], ...] = ()
+    toys: Mapping[str, ToyConfig] = dataclasses.field(default_factory=dict)
 
     def check_config(self, hf_config: dict[str, Any]) -> None:
         """Raises ValueError where the config asks for tensors that this table has no rows for."""

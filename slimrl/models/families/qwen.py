@@ -11,6 +11,7 @@ from slimrl.models.config_rows import always, switched, value
 from slimrl.models.families import param_mapping
 from slimrl.models.families.config_mapping import EXPERTS, NO_BIASES, PLAIN_ATTENTION, SOFTMAX, head_width, table
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
+from slimrl.models.families.toy_config import GROUPED, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -27,6 +28,7 @@ QWEN2 = ModelMapping(
     layer=(*QWEN2_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
+    toys={"qwen2": ToyConfig("Qwen2ForCausalLM", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | rope(1e6))},
 )
 QWEN2_MOE = ModelMapping(
     model_type="qwen2_moe",
@@ -74,6 +76,7 @@ QWEN3 = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
+    toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
 )
 QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",
@@ -95,6 +98,15 @@ QWEN3_MOE = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
+    toys={
+        "qwen3_moe": ToyConfig(
+            "Qwen3MoeForCausalLM",
+            GROUPED
+            | {"rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            | {"norm_topk_prob": True}
+            | rope(1e6),
+        )
+    },
 )
 
 
@@ -106,4 +118,17 @@ MIMO = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     extra_layers=MTPLayers("model.mtp_layers.{layer}.", after_decoder=False),
+    toys={
+        "mimo": ToyConfig(
+            "Qwen2ForCausalLM",
+            GROUPED | {"rms_norm_eps": 1e-5} | rope(640000.0),
+            published={
+                "model_type": "mimo",
+                "architectures": ["MiMoForCausalLM"],
+                "attention_bias": True,
+                "num_nextn_predict_layers": 0,
+            },
+            config_code=("configuration_mimo", "MiMoConfig", "Qwen2Config"),
+        )
+    },
 )
