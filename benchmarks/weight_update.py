@@ -33,7 +33,7 @@ from slimrl.engines.sglang.server import ServerProcess
 from slimrl.megatron import parallel
 from slimrl.megatron.model import model_builder
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.safetensors_writer import ShardWriter, TensorSpec, plan_shards
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.export import iter_hf_tensors
@@ -113,8 +113,8 @@ def read_buckets(connection: Connection, shapes: list[tuple[str, tuple[int, ...]
 class Buckets:
     """The ways of one model's bytes, each as seconds per round."""
 
-    def __init__(self, built: nn.Module, shape: ModelShape, bucket_bytes: int) -> None:
-        self._export = lambda: iter_hf_tensors(built, shape, FAMILY)
+    def __init__(self, built: nn.Module, spec: ModelSpec, bucket_bytes: int) -> None:
+        self._export = lambda: iter_hf_tensors(built, spec, FAMILY)
         self._bytes = bucket_bytes
         self._sources = [torch.empty_like(tensor).copy_(tensor) for _, tensor in self._export()]
         self._targets = [torch.zeros_like(tensor) for tensor in self._sources]
@@ -169,7 +169,7 @@ class Buckets:
 def measure_buckets(rounds: int, bucket_bytes: int) -> None:
     args = arguments("0.6b")
     built, _ = build(args)
-    buckets = Buckets(built, ModelShape.from_args(args), bucket_bytes)
+    buckets = Buckets(built, ModelSpec.from_args(args), bucket_bytes)
     ways: dict[str, Callable[[], float]] = {
         "memcpy": buckets.memcpy,
         "pack the bucket": buckets.pack,
@@ -231,11 +231,11 @@ def below(pid: int) -> list[int]:
 
 def measure_weight_updates(name: str, rounds: int, bucket_bytes: int) -> None:
     args = arguments(name)
-    shape = ModelShape.from_args(args)
+    spec = ModelSpec.from_args(args)
     built, state = build(args)
     own = int(Path("/proc/self").resolve().name)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_folder(Path(temporary) / "hf", args, lambda: iter_hf_tensors(built, shape, FAMILY))
+        folder = write_folder(Path(temporary) / "hf", args, lambda: iter_hf_tensors(built, spec, FAMILY))
         options = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "dtype": "bfloat16"}
         server = ServerProcess(folder, log_path=Path(temporary) / "log", options=options)
         try:
@@ -243,7 +243,7 @@ def measure_weight_updates(name: str, rounds: int, bucket_bytes: int) -> None:
             server.wait_ready(READY_S)
             print(f"\n{name} shape into one SGLang server, buckets of {bucket_bytes // MIB} MiB")
             print("transport          first  median of later   GB/s   peak here   peak there   proof of equality")
-            source, engine = ModelSource(shape, FAMILY, state), EngineEndpoint(server.url, [0])
+            source, engine = ModelSource(spec, FAMILY, state), EngineEndpoint(server.url, [0])
             for transport, way in TRANSPORTS.items():
                 more = (Path(temporary) / "updates",) if way == "disk" else ()
                 updater = getattr(WeightUpdater, way)(source, [engine], *more, bucket_bytes=bucket_bytes)

@@ -27,7 +27,7 @@ import torch
 
 from slimrl.arguments import Arguments, parse_args
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.terminal import ByteBar
 from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist
@@ -138,7 +138,7 @@ def convert(args: Arguments, group: ConversionGroup, *, force: bool) -> Path:
         return hf_to_torch_dist(
             hf_dir,
             Path(args.save),
-            ModelShape.from_args(args),
+            ModelSpec.from_args(args),
             family,
             lambda folder: model_blueprint(args, folder),
             force=force,

@@ -19,6 +19,7 @@ from pathlib import Path
 from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
+from slimrl.models.model_spec import expand_layer_pattern
 
 
 def derive(args: Arguments) -> None:
@@ -117,8 +118,7 @@ def _experts(args: Arguments) -> None:
     if args.num_experts is None or args.num_layers is None:
         return
     if isinstance(args.moe_layer_freq, int):
-        period = max(args.moe_layer_freq, 1)
-        args.moe_layer_freq = [int(layer % period == 0) for layer in range(args.num_layers)]
+        args.moe_layer_freq = [int(moe) for moe in expand_layer_pattern(max(args.moe_layer_freq, 1), args.num_layers)]
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     if args.moe_enable_deepep:

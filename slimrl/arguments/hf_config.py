@@ -1,7 +1,7 @@
 """Compares the model flags with a Hugging Face config.json: a wrong shape or theta would train without an error.
 
-One declarative table per model family (`slimrl.models.config_tables`) says which key states which flag. Imports
-nothing heavy. `stated_flags` gives the flags that a config.json states.
+One declarative table per model family, in its file of `slimrl.models.families`, says which key states which flag.
+Imports nothing heavy. `stated_flags` gives the flags that a config.json states.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.config_rows import Config, LayerPattern, Row, Switch, Value
 from slimrl.models.config_tables import MODEL_TYPES, TABLES, stated_flags
+from slimrl.models.model_spec import expand_layer_pattern
 
 
 def disagreements(args: Arguments, config: Config) -> list[Problem]:
@@ -77,7 +78,7 @@ def _pattern(layers: int | list[int] | None, count: int | None) -> str | None:
     """The layers as the flag is written, such as [0]*3+[1]*45, so that both spellings compare."""
     if layers is None or count is None:
         return None
-    each = [int(layer % layers == 0) for layer in range(count)] if isinstance(layers, int) else layers
+    each = map(int, expand_layer_pattern(layers, count)) if isinstance(layers, int) else layers
     return "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(each))
 
 

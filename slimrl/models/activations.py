@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from slimrl.models.model_spec import Shape
+from slimrl.models.model_spec import ModelSpec
 
 FP32 = 4
 # Where no size is given, a piece of logits and its two float32 buffers are kept below this share of all logits.
@@ -38,133 +38,134 @@ class Setting:
     unit: int = 1  # layers per recomputed unit (uniform), or layers recomputed (block)
 
 
-def layer_parts(shape: Shape, setting: Setting, *, moe: bool) -> dict[str, int]:
+def layer_parts(spec: ModelSpec, setting: Setting, *, moe: bool) -> dict[str, int]:
     """Bytes that one layer keeps, by the module whose recomputation would drop them ("" is never dropped)."""
-    hidden = shape.hidden * setting.element * setting.tokens // setting.sequence
-    extra_norms = shape.norms_per_layer - 2  # of the outputs of attention and feed-forward: their inputs are kept
+    hidden = spec.hidden_size * setting.element * setting.tokens // setting.sequence
+    extra_norms = spec.norms_per_layer - 2  # of the outputs of attention and feed-forward: their inputs are kept
     parts = {"": (2 + extra_norms) * hidden, "layernorm": 2 * hidden}
-    parts |= _latent_attention(shape, setting) if shape.latent else _attention(shape, setting)
-    return parts | (_experts(shape, setting) if moe else {"mlp": _feed_forward(shape, setting, shape.ffn)})
+    parts |= _latent_attention(spec, setting) if spec.latent else _attention(spec, setting)
+    return parts | (_experts(spec, setting) if moe else {"mlp": _feed_forward(spec, setting, spec.ffn_hidden_size)})
 
 
-def _attention(shape: Shape, setting: Setting) -> dict[str, int]:
+def _attention(spec: ModelSpec, setting: Setting) -> dict[str, int]:
     """Queries, keys, values and the result; with a norm on queries and keys also what goes into it."""
-    queries, keys = shape.heads * shape.head_width, shape.groups * shape.head_width
-    elements = 2 * queries + 2 * keys + (queries + keys if shape.qk_norm else 0)
+    queries, keys = spec.num_attention_heads * spec.kv_channels, spec.num_query_groups * spec.kv_channels
+    elements = 2 * queries + 2 * keys + (queries + keys if spec.qk_layernorm else 0)
     return {
         "attention": elements * setting.element * setting.tokens // setting.tensor,
-        "core_attn": _softmax_sums(shape, setting),
+        "core_attn": _softmax_sums(spec, setting),
     }
 
 
-def _latent_attention(shape: Shape, setting: Setting) -> dict[str, int]:
+def _latent_attention(spec: ModelSpec, setting: Setting) -> dict[str, int]:
     """The latent vectors before and after their norm, whole on every GPU; then heads, divided as usual."""
-    latent = shape.latent
+    latent = spec.latent
     assert latent is not None
-    latents = 2 * latent.kv_rank + latent.rotary_width + 2 * (latent.q_rank or 0)
-    qk = latent.qk_width + latent.rotary_width
-    up = shape.heads * (2 * qk + latent.v_width)
-    result = shape.heads * latent.v_width
+    latents = 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim + 2 * (latent.q_lora_rank or 0)
+    up = spec.num_attention_heads * (2 * latent.qk_channels + latent.v_head_dim)
+    result = spec.num_attention_heads * latent.v_head_dim
     per_token = setting.element * setting.tokens
     return {
         "attention": latents * per_token // setting.sequence + result * per_token // setting.tensor,
         "mla_up_proj": up * per_token // setting.tensor,
-        "core_attn": _softmax_sums(shape, setting),
+        "core_attn": _softmax_sums(spec, setting),
     }
 
 
-def _softmax_sums(shape: Shape, setting: Setting) -> int:
+def _softmax_sums(spec: ModelSpec, setting: Setting) -> int:
     """One float32 per token and head: flash attention recomputes everything else."""
-    return shape.heads * FP32 * setting.tokens // setting.tensor
+    return spec.num_attention_heads * FP32 * setting.tokens // setting.tensor
 
 
-def _feed_forward(shape: Shape, setting: Setting, width: int) -> int:
+def _feed_forward(spec: ModelSpec, setting: Setting, width: int) -> int:
     """Result of the first linear layer, input of the second; without fused kernels also silu's result."""
-    widths = shape.fc1_rows + 1 + (1 if shape.gated and not setting.fused else 0)
+    widths = spec.fc1_matrices + 1 + (1 if spec.gated and not setting.fused else 0)
     return widths * width * setting.element * setting.tokens // setting.tensor
 
 
-def _experts(shape: Shape, setting: Setting) -> dict[str, int]:
+def _experts(spec: ModelSpec, setting: Setting) -> dict[str, int]:
     """Router scores in float32, tokens at their experts (`top_k` copies of each), the shared expert."""
-    experts = shape.experts
+    experts = spec.experts
     assert experts is not None
     own = setting.tokens // setting.sequence
     routed = own * experts.top_k * setting.expert_tensor
     activation = 1 if setting.fused else 3  # silu, product, product with the router's weight
-    first = (shape.hidden + shape.fc1_rows * experts.width // setting.expert_tensor) * setting.element * routed
+    own_width = spec.fc1_matrices * experts.ffn_hidden_size // setting.expert_tensor
+    first = (spec.hidden_size + own_width) * setting.element * routed
     return {
         "moe": 2 * FP32 * experts.number * own + first,
-        "moe_act": activation * experts.width // setting.expert_tensor * setting.element * routed,
-        "shared_experts": _feed_forward(shape, setting, experts.shared_width) if experts.shared_width else 0,
+        "moe_act": activation * experts.ffn_hidden_size // setting.expert_tensor * setting.element * routed,
+        "shared_experts": _feed_forward(spec, setting, experts.shared_ffn_hidden_size),
     }
 
 
-def layer_bytes(shape: Shape, setting: Setting, *, moe: bool) -> int:
+def layer_bytes(spec: ModelSpec, setting: Setting, *, moe: bool) -> int:
     """Bytes that one layer keeps with the flags' selective recomputation, without full recomputation."""
-    parts = layer_parts(shape, setting, moe=moe)
+    parts = layer_parts(spec, setting, moe=moe)
     dropped = set(setting.modules) if setting.granularity == "selective" else set()
     if "moe" in dropped:
         dropped |= {"moe_act", "shared_experts"}
     return sum(size for name, size in parts.items() if name not in dropped)
 
 
-def layer_input_bytes(shape: Shape, setting: Setting) -> int:
+def layer_input_bytes(spec: ModelSpec, setting: Setting) -> int:
     """Bytes of what goes into a layer: all that full recomputation keeps."""
-    return shape.hidden * setting.element * setting.tokens // setting.sequence
+    return spec.hidden_size * setting.element * setting.tokens // setting.sequence
 
 
-def saved_bytes(shape: Shape, setting: Setting, layers: Sequence[int], *, last: bool) -> int:
+def saved_bytes(spec: ModelSpec, setting: Setting, layers: Sequence[int], *, last: bool) -> int:
     """Bytes that the layers of a stage keep for one micro-batch; the last stage also has the final norm."""
-    kept = [layer_bytes(shape, setting, moe=shape.moe_layers[layer]) for layer in layers]
-    final = 2 * layer_input_bytes(shape, setting) if last else 0
+    kept = [layer_bytes(spec, setting, moe=spec.moe_layers[layer]) for layer in layers]
+    final = 2 * layer_input_bytes(spec, setting) if last else 0
     if setting.granularity != "full":
         return sum(kept) + final
     if setting.method == "block":
         recomputed = min(setting.unit, len(kept))
-        return recomputed * layer_input_bytes(shape, setting) + sum(kept[recomputed:]) + final
-    return -(-len(kept) // setting.unit) * layer_input_bytes(shape, setting) + final
+        return recomputed * layer_input_bytes(spec, setting) + sum(kept[recomputed:]) + final
+    return -(-len(kept) // setting.unit) * layer_input_bytes(spec, setting) + final
 
 
-def working_bytes(shape: Shape, setting: Setting, layers: Sequence[int]) -> int:
+def working_bytes(spec: ModelSpec, setting: Setting, layers: Sequence[int]) -> int:
     """Bytes of the backward pass through the largest layer on top of what is kept.
 
     What is recomputed of it (with full recomputation the whole unit), and gradients of its widest activations.
     """
     if not layers:
         return 0
-    moes = {shape.moe_layers[layer] for layer in layers}
-    largest = max(sum(layer_parts(shape, setting, moe=moe).values()) for moe in moes)
+    moes = {spec.moe_layers[layer] for layer in layers}
+    largest = max(sum(layer_parts(spec, setting, moe=moe).values()) for moe in moes)
     recomputed = 0
     if setting.granularity == "full":
         recomputed = largest * (min(setting.unit, len(layers)) if setting.method == "uniform" else 1)
     elif setting.granularity == "selective":
-        recomputed = largest - min(layer_bytes(shape, setting, moe=moe) for moe in moes)
-    return recomputed + max(_gradient_bytes(shape, setting, moe=moe) for moe in moes)
+        recomputed = largest - min(layer_bytes(spec, setting, moe=moe) for moe in moes)
+    return recomputed + max(_gradient_bytes(spec, setting, moe=moe) for moe in moes)
 
 
-def _gradient_bytes(shape: Shape, setting: Setting, *, moe: bool) -> int:
+def _gradient_bytes(spec: ModelSpec, setting: Setting, *, moe: bool) -> int:
     """Gradients alive at the widest point: two of the hidden states, and those of the feed-forward block."""
-    hidden = 2 * layer_input_bytes(shape, setting)
+    hidden = 2 * layer_input_bytes(spec, setting)
     if not moe:
-        return hidden + _feed_forward(shape, setting, shape.ffn)
-    parts = _experts(shape, setting)
+        return hidden + _feed_forward(spec, setting, spec.ffn_hidden_size)
+    parts = _experts(spec, setting)
     return hidden + parts["moe"] + parts["moe_act"]
 
 
-def output_bytes(shape: Shape, setting: Setting, chunk_size: int, *, keep_logits: bool) -> int:
+def output_bytes(spec: ModelSpec, setting: Setting, chunk_size: int, *, keep_logits: bool) -> int:
     """Bytes of the output layer and the loss at their largest, in the backward pass.
 
     Every token is taken for a response token. `chunk_size` is --log-probs-chunk-size. The gradient of the weight is
     there until it is added to the gradient buffer.
     """
-    columns = shape.padded_vocab // setting.tensor
-    weight_gradient = columns * shape.hidden * setting.element
+    columns = spec.padded_vocab_size // setting.tensor
+    weight_gradient = columns * spec.hidden_size * setting.element
     if keep_logits:  # all of them, those of the response tokens, their gradient, two float32 buffers of some rows
         share = PIECE_SHARE * setting.element / (2 * FP32)
         rows = min(chunk_size, setting.tokens) if chunk_size > 0 else max(int(setting.tokens * share), 1)
         return columns * (3 * setting.element * setting.tokens + 2 * FP32 * rows) + weight_gradient
     piece = min(piece_columns(setting.tokens, columns, setting.element, chunk_size), columns)
-    hidden = shape.hidden * setting.tokens * (FP32 + 2 * setting.element)  # the rows, their gradient in float32, a sum
+    # the rows, their gradient in float32, a sum
+    hidden = spec.hidden_size * setting.tokens * (FP32 + 2 * setting.element)
     return piece * setting.tokens * (setting.element + 2 * FP32) + hidden + weight_gradient
 
 

@@ -71,9 +71,11 @@ class Unsupported:
 
 @dataclasses.dataclass(frozen=True)
 class FamilyTable:
-    """All that one family's config.json says about flags; `rows` by field."""
+    """All that one family's config.json says about flags.
 
-    model_type: str
+    `rows` by field of `Arguments`; `unserved` are settings that a config.json may have and slimrl cannot train.
+    """
+
     rows: dict[str, Row]
     unserved: tuple[Unsupported, ...]
 

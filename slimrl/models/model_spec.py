@@ -1,20 +1,21 @@
-"""The sizes of a model: `ModelShape` for the shapes of weight tensors, `Shape` for counts of weights and activations.
+"""`ModelSpec`: the one description of a decoder, read from the model flags or from config.json.
 
-`ModelShape` is read from flags or from config.json, and resolves the dimension names of the weight tables. `Shape` is
-read from checked flags, and is the only place where the dry run reads them; `parameters` and `activations` are
-arithmetic on it.
+Tensor names and resharding read it (`families.param_mapping`, `slimrl.weights`), and so does the arithmetic of the dry
+run and of the training metrics (`parameters`, `activations`). Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slimrl.models.config_tables import stated_flags
 from slimrl.models.families import family_for
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# config.json has no entry for these: every family has RMSNorm, and layers of multi-token prediction are not trained
+_SAME_FOR_ALL = {"normalization": "RMSNorm", "mtp_num_layers": None}
 
 
 class ModelFlags(Protocol):
@@ -24,24 +25,55 @@ class ModelFlags(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentDims:
-    """Widths of multi-latent attention; `q_lora_rank` 0: queries have no latent vector."""
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Widths in channels, those of heads for one head.
 
-    q_lora_rank: int
+    `q_lora_rank` is None where queries have no latent vector. `qk_head_dim` counts the channels of a query or key
+    without rotary positions, `qk_pos_emb_head_dim` those with them.
+    """
+
+    q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
 
+    @property
+    def qk_channels(self) -> int:
+        """All channels of a query or key of one head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
 
 @dataclasses.dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder. `padded_vocab_size` counts the embedding rows that Megatron keeps (true rows first).
+class Experts:
+    """The mixture-of-experts block, the same in each layer that has one. Widths in channels.
 
-    `moe_layers` says of each layer whether it has experts; it is empty for a model without experts.
+    `ffn_hidden_size` is the width of one routed expert, `shared_ffn_hidden_size` that of all shared experts together
+    (0 without any). A token goes to `top_k` of `number` routed experts. `expert_bias`: a number per expert that is
+    added to its score for the choice, and is not trained by gradients.
     """
 
-    num_layers: int
+    number: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    expert_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """A decoder. Widths are in channels, vocabulary sizes in rows of the embedding; layers are counted from 0.
+
+    `moe_layers` has one entry per layer, True where it has experts. `padded_vocab_size` counts the rows that Megatron
+    keeps (the true ones first). `kv_channels` is the width of one head. With latent attention neither `kv_channels` nor
+    `num_query_groups` (key-value heads) means anything: both are 0. `tied`: embedding and output matrix are one.
+    `gated`: the feed-forward block multiplies by a gate (SwiGLU). `linear_bias` speaks of all linear layers, `qkv_bias`
+    of queries, keys and values. `norms_per_layer` counts norms of the hidden states only. `mtp_layers` counts layers
+    of multi-token prediction, which follow the decoder.
+    """
+
+    moe_layers: tuple[bool, ...]
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
@@ -52,85 +84,101 @@ class ModelShape:
     tied: bool
     qk_layernorm: bool
     qkv_bias: bool
-    num_experts: int = 0
-    moe_layers: tuple[bool, ...] = ()
-    moe_ffn_hidden_size: int = 0
-    shared_ffn_hidden_size: int = 0
-    shared_expert_gate: bool = False
-    expert_bias: bool = False
-    latent: LatentDims | None = None
+    gated: bool = True
+    linear_bias: bool = False
+    norm_bias: bool = False
+    norms_per_layer: int = 2
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    mtp_layers: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers, without those of multi-token prediction."""
+        return len(self.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of each layer that has them; 0 in a dense model."""
+        return self.experts.number if self.experts is not None else 0
 
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one key-value head."""
         return self.num_attention_heads // self.num_query_groups
 
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether the layer (counted from 0) has experts."""
-        return bool(self.moe_layers) and self.moe_layers[layer]
+    @property
+    def fc1_matrices(self) -> int:
+        """Matrices side by side in the first linear layer of a feed-forward block: gate and up, or one."""
+        return 2 if self.gated else 1
+
+    def unpadded(self) -> ModelSpec:
+        """The same model with the vocabulary that the Hugging Face checkpoint has."""
+        return dataclasses.replace(self, padded_vocab_size=self.vocab_size)
 
     def has(self, condition: str) -> bool:
         """Whether the model has what `ParamMapping.when` names. Raises KeyError for a name that no table uses."""
+        experts, latent = self.experts, self.latent
         return {
             "qk_layernorm": self.qk_layernorm,
             "qkv_bias": self.qkv_bias,
-            "shared_experts": self.shared_ffn_hidden_size > 0,
-            "shared_expert_gate": self.shared_expert_gate,
-            "expert_bias": self.expert_bias,
-            "query_latent": self.latent is not None and self.latent.q_lora_rank > 0,
-            "no_query_latent": self.latent is not None and self.latent.q_lora_rank == 0,
+            "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
+            "shared_expert_gate": experts is not None and experts.shared_gate,
+            "expert_bias": experts is not None and experts.expert_bias,
+            "query_latent": latent is not None and latent.q_lora_rank is not None,
+            "no_query_latent": latent is not None and latent.q_lora_rank is None,
         }[condition]
 
     def dimension(self, name: str) -> int:
-        """The size a family's table means by `name`. Raises KeyError for a name that no table uses."""
-        sizes = {
-            "one": 1,
-            "vocab": self.vocab_size,
-            "hidden": self.hidden_size,
-            "ffn": self.ffn_hidden_size,
-            "twice_ffn": 2 * self.ffn_hidden_size,
-            "queries": self.num_attention_heads * self.kv_channels,
-            "keys": self.num_query_groups * self.kv_channels,
-            "head": self.kv_channels,
-            "experts": self.num_experts,
-            "moe_ffn": self.moe_ffn_hidden_size,
-            "shared_ffn": self.shared_ffn_hidden_size,
-        }
-        if self.latent is not None:
-            heads, latent = self.num_attention_heads, self.latent
+        """The size in elements that a family's table means by `name`.
+
+        Raises KeyError for a name that no table uses, or for a size of experts or of latent attention that the model
+        does not have.
+        """
+        heads, sizes = self.num_attention_heads, _plain_sizes(self)
+        if self.experts is not None:
             sizes |= {
-                "q_latent": latent.q_lora_rank,
+                "experts": self.experts.number,
+                "moe_ffn": self.experts.ffn_hidden_size,
+                "shared_ffn": self.experts.shared_ffn_hidden_size,
+            }
+        if self.latent is not None:
+            latent = self.latent
+            sizes |= {
+                "q_latent": latent.q_lora_rank or 0,
                 "kv_latent": latent.kv_lora_rank,
                 "kv_latent_and_rope": latent.kv_lora_rank + latent.qk_pos_emb_head_dim,
-                "latent_queries": heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim),
+                "latent_queries": heads * latent.qk_channels,
                 "latent_keys_values": heads * (latent.qk_head_dim + latent.v_head_dim),
                 "latent_values": heads * latent.v_head_dim,
             }
         return sizes[name]
 
     @classmethod
-    def from_args(cls, args: ModelFlags) -> ModelShape:
-        """The shape that the model flags describe."""
+    def from_args(cls, args: ModelFlags) -> ModelSpec:
+        """The model that checked flags describe. Raises ValueError where --moe-layer-freq is not of --num-layers."""
         return cls._from_flags(vars(args))
 
     @classmethod
-    def from_hf_config(cls, hf_config: dict[str, Any]) -> ModelShape:
-        """The shape that a config.json describes, without vocabulary padding.
+    def from_hf_config(cls, hf_config: dict[str, Any]) -> ModelSpec:
+        """The model that a config.json describes, without vocabulary padding.
 
-        Raises ValueError for an unknown model_type or an entry that every such config must have.
+        Raises ValueError for an unknown model_type, a variant that the family's table does not describe, a missing
+        entry that every such config must have, or a list of layers that is not of num_hidden_layers entries.
         """
         family = family_for(hf_config)
         for key in _NEEDED:
             if key not in hf_config:
                 raise ValueError(f"config.json of model_type {family.model_type} has no {key}: the file is incomplete")
         flags = stated_flags(hf_config)
-        return cls._from_flags(flags | {"padded_vocab_size": flags["vocab_size"]})
+        return cls._from_flags(flags | _SAME_FOR_ALL | {"padded_vocab_size": flags["vocab_size"]})
 
     @classmethod
-    def _from_flags(cls, flags: Mapping[str, Any]) -> ModelShape:
-        latent = _latent(flags)
-        dense = cls(
-            num_layers=flags["num_layers"],
+    def _from_flags(cls, flags: Mapping[str, Any]) -> ModelSpec:
+        experts, latent = _experts(flags), _latent_attention(flags)
+        layers = flags["num_layers"]
+        return cls(
+            moe_layers=expand_layer_pattern(flags["moe_layer_freq"], layers) if experts else (False,) * layers,
             hidden_size=flags["hidden_size"],
             ffn_hidden_size=flags["ffn_hidden_size"],
             num_attention_heads=flags["num_attention_heads"],
@@ -141,156 +189,65 @@ class ModelShape:
             padded_vocab_size=flags["padded_vocab_size"],
             tied=not flags["untie_embeddings_and_output_weights"],
             qk_layernorm=flags["qk_layernorm"],
-            qkv_bias=flags["add_qkv_bias"],
+            qkv_bias=flags["add_bias_linear"] or flags["add_qkv_bias"],
+            gated=flags["swiglu"],
+            linear_bias=flags["add_bias_linear"],
+            norm_bias=flags["normalization"] == "LayerNorm",
+            norms_per_layer=2 + flags["post_self_attn_layernorm"] + flags["post_mlp_layernorm"],
+            experts=experts,
             latent=latent,
-        )
-        if flags["num_experts"] is None:
-            return dense
-        return dataclasses.replace(
-            dense,
-            num_experts=flags["num_experts"],
-            moe_layers=moe_layers(flags["moe_layer_freq"], dense.num_layers),
-            moe_ffn_hidden_size=flags["moe_ffn_hidden_size"] or dense.ffn_hidden_size,
-            shared_ffn_hidden_size=flags["moe_shared_expert_intermediate_size"] or 0,
-            shared_expert_gate=flags["moe_shared_expert_gate"],
-            expert_bias=flags["moe_router_enable_expert_bias"],
+            mtp_layers=flags["mtp_num_layers"] or 0,
         )
 
 
-def moe_layers(moe_layer_freq: int | list[int], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: every N-th from the first on for a number, as it says for a list."""
-    if isinstance(moe_layer_freq, int):
-        return tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
-    return tuple(bool(flag) for flag in moe_layer_freq)
+def expand_layer_pattern(pattern: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
+    """--moe-layer-freq as one entry per layer: N for layers 0, N, 2N and so on, or a 0 or 1 for each layer.
+
+    Raises ValueError for a list that is not of `num_layers` entries.
+    """
+    if isinstance(pattern, int):
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    if len(pattern) != num_layers:
+        raise ValueError(
+            f"--moe-layer-freq describes {len(pattern)} layers and --num-layers is {num_layers}:"
+            " give one 0 or 1 for each layer"
+        )
+    return tuple(bool(entry) for entry in pattern)
 
 
-def _latent(flags: Mapping[str, Any]) -> LatentDims | None:
+def _plain_sizes(spec: ModelSpec) -> dict[str, int]:
+    return {
+        "one": 1,
+        "vocab": spec.vocab_size,
+        "hidden": spec.hidden_size,
+        "ffn": spec.ffn_hidden_size,
+        "twice_ffn": 2 * spec.ffn_hidden_size,
+        "queries": spec.num_attention_heads * spec.kv_channels,
+        "keys": spec.num_query_groups * spec.kv_channels,
+        "head": spec.kv_channels,
+    }
+
+
+def _experts(flags: Mapping[str, Any]) -> Experts | None:
+    if flags["num_experts"] is None:
+        return None
+    return Experts(
+        number=flags["num_experts"],
+        top_k=flags["moe_router_topk"],
+        ffn_hidden_size=flags["moe_ffn_hidden_size"] or flags["ffn_hidden_size"],
+        shared_ffn_hidden_size=flags["moe_shared_expert_intermediate_size"] or 0,
+        shared_gate=flags["moe_shared_expert_gate"],
+        expert_bias=flags["moe_router_enable_expert_bias"],
+    )
+
+
+def _latent_attention(flags: Mapping[str, Any]) -> LatentAttention | None:
     if not flags["multi_latent_attention"]:
         return None
-    return LatentDims(
-        q_lora_rank=flags["q_lora_rank"] or 0,
+    return LatentAttention(
+        q_lora_rank=flags["q_lora_rank"] or None,
         kv_lora_rank=flags["kv_lora_rank"],
         qk_head_dim=flags["qk_head_dim"],
         qk_pos_emb_head_dim=flags["qk_pos_emb_head_dim"],
         v_head_dim=flags["v_head_dim"],
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentAttention:
-    """Widths of multi-head latent attention; `q_rank` is None where queries have no latent vector."""
-
-    q_rank: int | None
-    kv_rank: int
-    qk_width: int  # of a head, without rotary positions
-    rotary_width: int  # of a head, with rotary positions
-    v_width: int  # of a head
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """One mixture-of-experts layer; `shared_width` is 0 without a shared expert."""
-
-    number: int
-    top_k: int
-    width: int
-    shared_width: int
-    shared_gate: bool
-    selection_bias: bool  # one number per expert, no trained weight
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A decoder. `moe_layers` has one entry per layer, True where it has experts."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    head_width: int
-    vocab: int
-    padded_vocab: int
-    tied: bool
-    gated: bool
-    qk_norm: bool
-    linear_bias: bool
-    qkv_bias: bool
-    norm_bias: bool
-    norms_per_layer: int
-    moe_layers: tuple[bool, ...]
-    experts: Experts | None = None
-    latent: LatentAttention | None = None
-    mtp_layers: int = 0
-
-    @property
-    def layers(self) -> int:
-        """Transformer layers, without those of multi-token prediction."""
-        return len(self.moe_layers)
-
-    @property
-    def fc1_rows(self) -> int:
-        """Matrices side by side in the first linear layer of a feed-forward block: gate and up, or one."""
-        return 2 if self.gated else 1
-
-    def unpadded(self) -> Shape:
-        """The same model with the vocabulary that the Hugging Face checkpoint has."""
-        return dataclasses.replace(self, padded_vocab=self.vocab)
-
-
-def shape_of(args: ModelFlags) -> Shape:
-    """The shape that checked model flags describe."""
-    return Shape(
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size,
-        heads=args.num_attention_heads,
-        groups=args.num_query_groups,
-        head_width=args.kv_channels,
-        vocab=args.vocab_size,
-        padded_vocab=args.padded_vocab_size,
-        tied=not args.untie_embeddings_and_output_weights,
-        gated=args.swiglu,
-        qk_norm=args.qk_layernorm,
-        linear_bias=args.add_bias_linear,
-        qkv_bias=args.add_bias_linear or args.add_qkv_bias,
-        norm_bias=args.normalization == "LayerNorm",
-        norms_per_layer=2 + args.post_self_attn_layernorm + args.post_mlp_layernorm,
-        moe_layers=_moe_layers(args),
-        experts=_experts(args),
-        latent=_mla_dimensions(args),
-        mtp_layers=args.mtp_num_layers or 0,
-    )
-
-
-def _moe_layers(args: ModelFlags) -> tuple[bool, ...]:
-    """--moe-layer-freq: one 0 or 1 per layer, or N for layers 0, N, 2N ..."""
-    frequency = args.moe_layer_freq
-    if args.num_experts is None or frequency is None:
-        return (False,) * args.num_layers
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(args.num_layers))
-    return tuple(bool(entry) for entry in frequency)
-
-
-def _experts(args: ModelFlags) -> Experts | None:
-    if args.num_experts is None:
-        return None
-    return Experts(
-        number=args.num_experts,
-        top_k=args.moe_router_topk,
-        width=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        shared_width=args.moe_shared_expert_intermediate_size or 0,
-        shared_gate=args.moe_shared_expert_gate,
-        selection_bias=args.moe_router_enable_expert_bias,
-    )
-
-
-def _mla_dimensions(args: ModelFlags) -> LatentAttention | None:
-    if not args.multi_latent_attention:
-        return None
-    return LatentAttention(
-        q_rank=args.q_lora_rank,
-        kv_rank=args.kv_lora_rank,
-        qk_width=args.qk_head_dim,
-        rotary_width=args.qk_pos_emb_head_dim,
-        v_width=args.v_head_dim,
     )

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from slimrl.models.model_spec import Experts, LatentAttention, Shape
+from slimrl.models.model_spec import Experts, LatentAttention, ModelSpec
 
 # Megatron's gradient buffer with a distributed optimizer: tensors start at multiples of 64 elements, and the whole is
 # padded so that the data parallel GPUs get equal parts, each at a multiple of 128 elements or a divisor of it.
@@ -51,122 +51,122 @@ class Split:
 WHOLE = Split()
 
 
-def total_parameters(shape: Shape) -> int:
+def total_parameters(spec: ModelSpec) -> int:
     """Weights of the model as its Hugging Face checkpoint has them: no padding, tied weights once."""
-    return _whole(shape).total
+    return _whole(spec).total
 
 
-def active_parameters(shape: Shape) -> int:
+def active_parameters(spec: ModelSpec) -> int:
     """Weights that take part in the computation of one token: of the experts, the ones it is sent to."""
-    weights = _whole(shape)
-    if shape.experts is None:
+    weights = _whole(spec)
+    if spec.experts is None:
         return weights.total
-    return sum(weights.dense) + sum(weights.expert) * shape.experts.top_k // shape.experts.number
+    return sum(weights.dense) + sum(weights.expert) * spec.experts.top_k // spec.experts.number
 
 
-def selection_biases(shape: Shape) -> int:
+def selection_biases(spec: ModelSpec) -> int:
     """Numbers in a checkpoint that steer the choice of experts and are not trained by gradients."""
-    if shape.experts is None or not shape.experts.selection_bias:
+    if spec.experts is None or not spec.experts.expert_bias:
         return 0
-    return sum(shape.moe_layers) * shape.experts.number
+    return sum(spec.moe_layers) * spec.experts.number
 
 
-def _whole(shape: Shape) -> Weights:
-    shape = dataclasses.replace(shape.unpadded(), mtp_layers=0)
-    return stage_weights(shape, WHOLE, range(shape.layers), first=True, last=True)
+def _whole(spec: ModelSpec) -> Weights:
+    spec = dataclasses.replace(spec.unpadded(), mtp_layers=0)
+    return stage_weights(spec, WHOLE, range(spec.num_layers), first=True, last=True)
 
 
-def stage_weights(shape: Shape, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
+def stage_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
     """The tensors of one GPU of a pipeline stage with these layers; `first` and `last` say which ends it holds."""
-    matrix = (shape.padded_vocab // split.tp * shape.hidden,)
-    weights = Weights(matrix) if first or (last and shape.mtp_layers) else Weights()
-    kinds = {moe: layer_weights(shape, split, moe=moe) for moe in {shape.moe_layers[layer] for layer in layers}}
-    number = {moe: sum(shape.moe_layers[layer] is moe for layer in layers) for moe in kinds}
+    matrix = (spec.padded_vocab_size // split.tp * spec.hidden_size,)
+    weights = Weights(matrix) if first or (last and spec.mtp_layers) else Weights()
+    kinds = {moe: layer_weights(spec, split, moe=moe) for moe in {spec.moe_layers[layer] for layer in layers}}
+    number = {moe: sum(spec.moe_layers[layer] is moe for layer in layers) for moe in kinds}
     for moe, one in kinds.items():
         weights += Weights(one.dense * number[moe], one.expert * number[moe])
     if last:
-        for _ in range(shape.mtp_layers):
-            weights += _mtp_weights(shape, split)
-        weights += Weights((*_norm(shape, shape.hidden), *(matrix if _has_output_matrix(shape, first) else ())))
+        for _ in range(spec.mtp_layers):
+            weights += _mtp_weights(spec, split)
+        weights += Weights((*_norm(spec, spec.hidden_size), *(matrix if _has_output_matrix(spec, first) else ())))
     return weights
 
 
-def _has_output_matrix(shape: Shape, first: bool) -> bool:
+def _has_output_matrix(spec: ModelSpec, first: bool) -> bool:
     """Tied, the last stage needs a copy of the embedding unless it holds the embedding itself."""
-    return not shape.tied or not (first or shape.mtp_layers)
+    return not spec.tied or not (first or spec.mtp_layers)
 
 
-def layer_weights(shape: Shape, split: Split, *, moe: bool) -> Weights:
+def layer_weights(spec: ModelSpec, split: Split, *, moe: bool) -> Weights:
     """One transformer layer."""
-    norms = _norm(shape, shape.hidden) * shape.norms_per_layer
-    attention = _latent_attention(shape, shape.latent, split.tp) if shape.latent else _attention(shape, split.tp)
-    if moe and shape.experts is not None:
-        return Weights(norms + attention) + _experts(shape, shape.experts, split)
-    return Weights(norms + attention + _feed_forward(shape, shape.ffn, split.tp))
+    norms = _norm(spec, spec.hidden_size) * spec.norms_per_layer
+    attention = _latent_attention(spec, spec.latent, split.tp) if spec.latent else _attention(spec, split.tp)
+    if moe and spec.experts is not None:
+        return Weights(norms + attention) + _experts(spec, spec.experts, split)
+    return Weights(norms + attention + _feed_forward(spec, spec.ffn_hidden_size, split.tp))
 
 
-def _norm(shape: Shape, width: int) -> tuple[int, ...]:
-    return (width, width) if shape.norm_bias else (width,)
+def _norm(spec: ModelSpec, width: int) -> tuple[int, ...]:
+    return (width, width) if spec.norm_bias else (width,)
 
 
-def _attention(shape: Shape, tp: int) -> tuple[int, ...]:
-    queries, keys = shape.heads * shape.head_width // tp, shape.groups * shape.head_width // tp
-    tensors = [(queries + 2 * keys) * shape.hidden, queries * shape.hidden]
-    if shape.qkv_bias:
+def _attention(spec: ModelSpec, tp: int) -> tuple[int, ...]:
+    queries, keys = spec.num_attention_heads * spec.kv_channels // tp, spec.num_query_groups * spec.kv_channels // tp
+    tensors = [(queries + 2 * keys) * spec.hidden_size, queries * spec.hidden_size]
+    if spec.qkv_bias:
         tensors.append(queries + 2 * keys)
-    if shape.linear_bias:
-        tensors.append(shape.hidden)
-    if shape.qk_norm:
-        tensors += 2 * _norm(shape, shape.head_width)
+    if spec.linear_bias:
+        tensors.append(spec.hidden_size)
+    if spec.qk_layernorm:
+        tensors += 2 * _norm(spec, spec.kv_channels)
     return tuple(tensors)
 
 
-def _latent_attention(shape: Shape, latent: LatentAttention, tp: int) -> tuple[int, ...]:
+def _latent_attention(spec: ModelSpec, latent: LatentAttention, tp: int) -> tuple[int, ...]:
     """The projections down to the latent vectors are whole on every GPU (DeepSeek-V2, arXiv:2405.04434)."""
-    heads, qk_width = shape.heads // tp, latent.qk_width + latent.rotary_width
+    heads = spec.num_attention_heads // tp
     tensors = [
-        shape.hidden * (latent.kv_rank + latent.rotary_width),
-        *_norm(shape, latent.kv_rank),
-        latent.kv_rank * heads * (latent.qk_width + latent.v_width),
-        heads * latent.v_width * shape.hidden,
+        spec.hidden_size * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim),
+        *_norm(spec, latent.kv_lora_rank),
+        latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim),
+        heads * latent.v_head_dim * spec.hidden_size,
     ]
-    if latent.q_rank is None:
-        tensors.append(shape.hidden * heads * qk_width)
+    if latent.q_lora_rank is None:
+        tensors.append(spec.hidden_size * heads * latent.qk_channels)
     else:
         tensors += [
-            shape.hidden * latent.q_rank,
-            *_norm(shape, latent.q_rank),
-            latent.q_rank * heads * qk_width,
+            spec.hidden_size * latent.q_lora_rank,
+            *_norm(spec, latent.q_lora_rank),
+            latent.q_lora_rank * heads * latent.qk_channels,
         ]
-    if shape.linear_bias:
-        tensors.append(shape.hidden)
+    if spec.linear_bias:
+        tensors.append(spec.hidden_size)
     return tuple(tensors)
 
 
-def _feed_forward(shape: Shape, width: int, tp: int) -> tuple[int, ...]:
-    rows = shape.fc1_rows * width // tp
-    tensors = (rows * shape.hidden, shape.hidden * width // tp)
-    return (*tensors, rows, shape.hidden) if shape.linear_bias else tensors
+def _feed_forward(spec: ModelSpec, width: int, tp: int) -> tuple[int, ...]:
+    rows = spec.fc1_matrices * width // tp
+    tensors = (rows * spec.hidden_size, spec.hidden_size * width // tp)
+    return (*tensors, rows, spec.hidden_size) if spec.linear_bias else tensors
 
 
-def _experts(shape: Shape, experts: Experts, split: Split) -> Weights:
+def _experts(spec: ModelSpec, experts: Experts, split: Split) -> Weights:
     """Router and shared expert on every GPU, the others spread over the expert parallel GPUs."""
-    dense = [experts.number * shape.hidden]
-    if shape.linear_bias:
+    dense = [experts.number * spec.hidden_size]
+    if spec.linear_bias:
         dense.append(experts.number)
-    if experts.shared_width:
-        dense += _feed_forward(shape, experts.shared_width, split.tp)
+    if experts.shared_ffn_hidden_size:
+        dense += _feed_forward(spec, experts.shared_ffn_hidden_size, split.tp)
         if experts.shared_gate:
-            dense.append(shape.hidden)
+            dense.append(spec.hidden_size)
     own = experts.number // split.ep
-    return Weights(tuple(dense), _feed_forward(shape, experts.width, split.etp) * own)
+    return Weights(tuple(dense), _feed_forward(spec, experts.ffn_hidden_size, split.etp) * own)
 
 
-def _mtp_weights(shape: Shape, split: Split) -> Weights:
+def _mtp_weights(spec: ModelSpec, split: Split) -> Weights:
     """A layer of multi-token prediction: three norms, the projection of two hidden states, a transformer layer."""
-    norms = 3 * _norm(shape, shape.hidden)
-    projection = 2 * shape.hidden * shape.hidden // split.tp
-    return Weights((*norms, projection)) + layer_weights(shape, split, moe=shape.moe_layers[-1])
+    norms = 3 * _norm(spec, spec.hidden_size)
+    projection = 2 * spec.hidden_size * spec.hidden_size // split.tp
+    return Weights((*norms, projection)) + layer_weights(spec, split, moe=spec.moe_layers[-1])
 
 
 def buffer_elements(tensors: tuple[int, ...], parts: int, *, distributed: bool) -> int:
@@ -185,46 +185,49 @@ def _multiple(value: int, unit: int) -> int:
 FORWARD_AND_BACKWARD = 3
 
 
-def forward_flops(shape: Shape, lengths: Sequence[int], scored_tokens: int) -> int:
+def forward_flops(spec: ModelSpec, lengths: Sequence[int], scored_tokens: int) -> int:
     """Of sequences of these lengths (prompt and response), `scored_tokens` of whose tokens need logits."""
     tokens = sum(lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    weights = sum(_layer_weights(shape, moe) for moe in shape.moe_layers)
-    attended = 2 * shape.heads * _widths_of_a_pair(shape) * shape.layers
-    return 2 * weights * tokens + attended * pairs + 2 * shape.hidden * shape.vocab * scored_tokens
+    weights = sum(_layer_weights(spec, moe) for moe in spec.moe_layers)
+    attended = 2 * spec.num_attention_heads * _widths_of_a_pair(spec) * spec.num_layers
+    return 2 * weights * tokens + attended * pairs + 2 * spec.hidden_size * spec.vocab_size * scored_tokens
 
 
-def _widths_of_a_pair(shape: Shape) -> int:
+def _widths_of_a_pair(spec: ModelSpec) -> int:
     """Numbers multiplied per head for a query and a key, and then for the value."""
-    if shape.latent is not None:
-        return shape.latent.qk_width + shape.latent.rotary_width + shape.latent.v_width
-    return 2 * shape.head_width
+    if spec.latent is not None:
+        return spec.latent.qk_channels + spec.latent.v_head_dim
+    return 2 * spec.kv_channels
 
 
-def _layer_weights(shape: Shape, moe: bool) -> int:
+def _layer_weights(spec: ModelSpec, moe: bool) -> int:
     """Weights that one token is multiplied by."""
-    attention = _attention_matrices(shape) if shape.latent is None else _latent_attention_matrices(shape, shape.latent)
-    if moe and shape.experts is not None:
-        return attention + _active_expert_matrices(shape, shape.experts)
-    return attention + _feed_forward_matrices(shape, shape.ffn)
+    attention = _attention_matrices(spec) if spec.latent is None else _latent_attention_matrices(spec, spec.latent)
+    if moe and spec.experts is not None:
+        return attention + _active_expert_matrices(spec, spec.experts)
+    return attention + _feed_forward_matrices(spec, spec.ffn_hidden_size)
 
 
-def _attention_matrices(shape: Shape) -> int:
-    return shape.hidden * shape.head_width * 2 * (shape.heads + shape.groups)  # queries and output, keys and values
+def _attention_matrices(spec: ModelSpec) -> int:
+    heads = 2 * (spec.num_attention_heads + spec.num_query_groups)  # queries and output, keys and values
+    return spec.hidden_size * spec.kv_channels * heads
 
 
-def _latent_attention_matrices(shape: Shape, latent: LatentAttention) -> int:
-    queries = shape.heads * (latent.qk_width + latent.rotary_width)
-    down_and_up = shape.hidden * queries if latent.q_rank is None else latent.q_rank * (shape.hidden + queries)
-    keys = shape.hidden * (latent.kv_rank + latent.rotary_width)
-    values = latent.kv_rank * shape.heads * (latent.qk_width + latent.v_width)
-    return down_and_up + keys + values + shape.heads * latent.v_width * shape.hidden
+def _latent_attention_matrices(spec: ModelSpec, latent: LatentAttention) -> int:
+    hidden, heads = spec.hidden_size, spec.num_attention_heads
+    queries = heads * latent.qk_channels
+    down_and_up = hidden * queries if latent.q_lora_rank is None else latent.q_lora_rank * (hidden + queries)
+    keys = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    values = latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim)
+    return down_and_up + keys + values + heads * latent.v_head_dim * hidden
 
 
-def _feed_forward_matrices(shape: Shape, width: int) -> int:
-    return (shape.fc1_rows + 1) * shape.hidden * width
+def _feed_forward_matrices(spec: ModelSpec, width: int) -> int:
+    return (spec.fc1_matrices + 1) * spec.hidden_size * width
 
 
-def _active_expert_matrices(shape: Shape, experts: Experts) -> int:
-    shared = _feed_forward_matrices(shape, experts.shared_width) + shape.hidden * experts.shared_gate
-    return shape.hidden * experts.number + experts.top_k * _feed_forward_matrices(shape, experts.width) + shared
+def _active_expert_matrices(spec: ModelSpec, experts: Experts) -> int:
+    shared = _feed_forward_matrices(spec, experts.shared_ffn_hidden_size) + spec.hidden_size * experts.shared_gate
+    routed = experts.top_k * _feed_forward_matrices(spec, experts.ffn_hidden_size)
+    return spec.hidden_size * experts.number + routed + shared

@@ -1,18 +1,15 @@
 """Tiny random models: the Qwen3 of the tiny task, and one model per supported family.
 
 Defines the sizes, the Hugging Face configurations, and MODEL_ARGS with the same shape. Models of other families are
-transformers' own classes at a size that a CPU trains in minutes, with config.json in the published form. Settings with
-a meaning (rope, routing, scaling) have published values; only sizes are small, and every count divides by 2.
-tools/make_tiny_model.py calls it (`--family`).
+transformers' own classes at a size that a CPU trains in minutes, with config.json in the published form; each family's
+file in `slimrl.models.families` has its `toys`. tools/make_tiny_model.py calls it (`--family`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -25,20 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-
-@dataclass(frozen=True)
-class TinyFamily:
-    """A family: transformers' class and the arguments of its config class beside `COMMON`.
-
-    `published` are entries of config.json that transformers' own class does not write; `config_code` is the file that
-    published folders of the family bring along for a config class outside transformers (file, class, base class).
-    """
-
-    architecture: str
-    config: Mapping[str, Any]
-    published: Mapping[str, Any] = field(default_factory=dict)
-    config_code: tuple[str, str, str] | None = None
-
+from slimrl.models import families
+from slimrl.models.families.toy_config import ToyConfig
 
 COMMON = {
     "num_hidden_layers": 2,
@@ -50,110 +35,7 @@ COMMON = {
     "initializer_range": 0.1,
     "bos_token_id": None,
 }
-GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
-ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
-ONE_DENSE_LAYER = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
-DEEPSEEK = {**ONE_DENSE_LAYER, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-
-
-def _rope(theta: float, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": theta, **more}}
-
-
-def _yarn(theta: float, factor: float, beta_fast: float) -> dict[str, Any]:
-    scaling = {"factor": factor, "beta_fast": beta_fast, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    positions = {"max_position_embeddings": int(4096 * factor)}
-    return _rope(theta, rope_type="yarn", original_max_position_embeddings=4096, **scaling) | positions
-
-
-FAMILIES = {
-    "llama": TinyFamily(
-        "LlamaForCausalLM",
-        GROUPED
-        | _rope(
-            500000.0,
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        )
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
-    ),
-    "qwen2": TinyFamily("Qwen2ForCausalLM", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | _rope(1e6)),
-    "qwen3": TinyFamily("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | _rope(1e6)),
-    "qwen3_moe": TinyFamily(
-        "Qwen3MoeForCausalLM",
-        GROUPED
-        | {"rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        | {"norm_topk_prob": True}
-        | _rope(1e6),
-    ),
-    "glm4": TinyFamily(
-        "Glm4ForCausalLM",
-        GROUPED | {"rms_norm_eps": 1e-5, "attention_bias": True} | _rope(10000.0, partial_rotary_factor=0.5),
-    ),
-    "glm4_moe": TinyFamily(
-        "Glm4MoeForCausalLM",
-        GROUPED
-        | ROUTED
-        | {"rms_norm_eps": 1e-5, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-        | _rope(1e6, partial_rotary_factor=0.5),
-        published={"num_nextn_predict_layers": 0},
-    ),
-    "glm4_moe_lite": TinyFamily(
-        "Glm4MoeLiteForCausalLM",
-        LATENT | ROUTED | {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8} | _rope(1e6),
-        published={**ONE_DENSE_LAYER, "topk_method": "noaux_tc"},
-    ),
-    "deepseek_v3": TinyFamily(
-        "DeepseekV3ForCausalLM",
-        LATENT
-        | ROUTED
-        | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5}
-        | _yarn(10000.0, factor=40.0, beta_fast=32.0),
-        published=DEEPSEEK,
-    ),
-    "kimi_k2": TinyFamily(
-        "DeepseekV3ForCausalLM",
-        LATENT
-        | ROUTED
-        | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
-        | _yarn(50000.0, factor=32.0, beta_fast=1.0),
-        # Published files say kimi_k2 and bring code along for it; by their own class they are DeepSeek-V3's.
-        published=DEEPSEEK,
-    ),
-    "moonlight": TinyFamily(
-        "DeepseekV3ForCausalLM",
-        LATENT
-        | ROUTED
-        | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
-        | {"routed_scaling_factor": 2.446}
-        | _rope(50000.0),
-        published=DEEPSEEK,
-    ),
-    "mimo": TinyFamily(
-        "Qwen2ForCausalLM",
-        GROUPED | {"rms_norm_eps": 1e-5} | _rope(640000.0),
-        published={
-            "model_type": "mimo",
-            "architectures": ["MiMoForCausalLM"],
-            "attention_bias": True,
-            "num_nextn_predict_layers": 0,
-        },
-        config_code=("configuration_mimo", "MiMoConfig", "Qwen2Config"),
-    ),
-}
+FAMILIES: dict[str, ToyConfig] = {name: toy for family in families.FAMILIES for name, toy in family.toys.items()}
 
 # Megatron's flag for the size that a key of the config gives
 SIZE_FLAGS = {

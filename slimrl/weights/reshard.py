@@ -18,43 +18,45 @@ from torch import Tensor, nn
 
 from slimrl.models.families import ModelMapping
 from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES, Layout, ParamMapping
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 
 Empty = Callable[[tuple[int, ...]], Tensor]
 
 
-def hf_shapes(row: ParamMapping, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+def hf_shapes(row: ParamMapping, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """The full shape of each Hugging Face tensor of the row."""
-    return tuple(tuple(shape.dimension(dim) for dim in part.dims) for part in row.hf)
+    return tuple(tuple(spec.dimension(dim) for dim in part.dims) for part in row.hf)
 
 
-def megatron_shape(row: ParamMapping, shape: ModelShape) -> tuple[int, ...]:
+def megatron_shape(row: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
     """The shape of the row's Megatron tensor without tensor parallelism."""
-    parts = hf_shapes(row, shape)
-    rows = shape.padded_vocab_size if row.padded_vocab else sum(part[0] for part in parts)
+    parts = hf_shapes(row, spec)
+    rows = spec.padded_vocab_size if row.padded_vocab else sum(part[0] for part in parts)
     return (rows, *parts[0][1:])
 
 
-def local_shape(row: ParamMapping, shape: ModelShape, *, size: int) -> tuple[int, ...]:
+def local_shape(row: ParamMapping, spec: ModelSpec, *, size: int) -> tuple[int, ...]:
     """The shape of one shard out of `size`."""
-    full = list(megatron_shape(row, shape))
+    full = list(megatron_shape(row, spec))
     if row.shard_dim is not None:
         full[row.shard_dim] //= size
     return tuple(full)
 
 
-def check_tensor_parallel(shape: ModelShape, size: int, expert_size: int = 1) -> None:
+def check_tensor_parallel(spec: ModelSpec, size: int, expert_size: int = 1) -> None:
     """Raises ValueError where `size` (for experts `expert_size`) does not divide what tensor parallelism divides."""
+    experts = spec.experts
     _check_divides(
         "--tensor-model-parallel-size",
         size,
-        ("--num-attention-heads", shape.num_attention_heads),
-        ("--num-query-groups", shape.num_query_groups),
-        ("--ffn-hidden-size", shape.ffn_hidden_size),
-        ("--moe-shared-expert-intermediate-size", shape.shared_ffn_hidden_size),
-        ("the padded vocabulary size", shape.padded_vocab_size),
+        ("--num-attention-heads", spec.num_attention_heads),
+        ("--num-query-groups", spec.num_query_groups),
+        ("--ffn-hidden-size", spec.ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", experts.shared_ffn_hidden_size if experts else 0),
+        ("the padded vocabulary size", spec.padded_vocab_size),
     )
-    _check_divides("--expert-tensor-parallel-size", expert_size, ("--moe-ffn-hidden-size", shape.moe_ffn_hidden_size))
+    width = experts.ffn_hidden_size if experts else 0
+    _check_divides("--expert-tensor-parallel-size", expert_size, ("--moe-ffn-hidden-size", width))
 
 
 def _check_divides(size_flag: str, size: int, *divided: tuple[str, int]) -> None:
@@ -63,38 +65,38 @@ def _check_divides(size_flag: str, size: int, *divided: tuple[str, int]) -> None
             raise ValueError(f"{size_flag} {size} does not divide {flag} ({value}): choose a size that divides it")
 
 
-def to_shard(row: ParamMapping, parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+def to_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, *, rank: int, size: int) -> Tensor:
     """The Megatron tensor of tensor-parallel `rank` out of `size`, from the row's full HF tensors.
 
     For the row of an expert these are its expert-tensor-parallel rank and size. Only the rank's own slices of
     `parts` are read, so memory-mapped parts stay mostly on disk.
     """
     if row.layout is Layout.QKV:
-        return _merge_qkv(parts, shape, rank=rank, size=size)
+        return _merge_qkv(parts, spec, rank=rank, size=size)
     if row.layout is Layout.GATE_UP:
         return torch.cat([_slice(part, 0, rank, size) for part in parts])
     (full,) = parts
     if row.layout is Layout.PACKED_GATE_UP:
         return torch.cat([_slice(half, 0, rank, size) for half in full.chunk(2)])
     if row.padded_vocab:
-        return _vocab_shard(full, shape.padded_vocab_size, rank=rank, size=size)
+        return _vocab_shard(full, spec.padded_vocab_size, rank=rank, size=size)
     return full if row.shard_dim is None else _slice(full, row.shard_dim, rank, size)
 
 
-def from_shards(row: ParamMapping, shards: list[Tensor], shape: ModelShape, empty: Empty | None = None) -> list[Tensor]:
+def from_shards(row: ParamMapping, shards: list[Tensor], spec: ModelSpec, empty: Empty | None = None) -> list[Tensor]:
     """The row's full HF tensors (vocabulary padding removed) from the shards of all ranks, in rank order.
 
     The result may share memory with `shards`; what cannot is made by `empty(shape)`, left out: in new memory.
     """
     empty = empty or shards[0].new_empty
     if row.layout is Layout.QKV:
-        return _split_qkv(shards, shape, empty)
+        return _split_qkv(shards, spec, empty)
     if row.layout is Layout.GATE_UP:
         return [_join(list(halves), 0, empty) for halves in _halves(shards)]
     if row.layout is Layout.PACKED_GATE_UP:
         return [_join([half for halves in _halves(shards) for half in halves], 0, empty) if shards[1:] else shards[0]]
     full = shards[0] if row.shard_dim is None else _join(shards, row.shard_dim, empty)
-    return [full[: shape.vocab_size] if row.padded_vocab else full]
+    return [full[: spec.vocab_size] if row.padded_vocab else full]
 
 
 def _halves(shards: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
@@ -122,19 +124,19 @@ def _vocab_shard(full: Tensor, padded_rows: int, *, rank: int, size: int) -> Ten
     return torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])]) if own.shape[0] < rows else own
 
 
-def _merge_qkv(parts: list[Tensor], shape: ModelShape, *, rank: int, size: int) -> Tensor:
+def _merge_qkv(parts: list[Tensor], spec: ModelSpec, *, rank: int, size: int) -> Tensor:
     """[groups / size * (heads_per_group + 2) * channels, ...]: per group its queries, its key, its value."""
     rest = parts[0].shape[1:]
-    grouped = [_slice(part.view(shape.num_query_groups, -1, *rest), 0, rank, size) for part in parts]
+    grouped = [_slice(part.view(spec.num_query_groups, -1, *rest), 0, rank, size) for part in parts]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)
 
 
-def _split_qkv(shards: list[Tensor], shape: ModelShape, empty: Empty) -> list[Tensor]:
+def _split_qkv(shards: list[Tensor], spec: ModelSpec, empty: Empty) -> list[Tensor]:
     """The inverse of `_merge_qkv` for all shards."""
     rest = shards[0].shape[1:]
-    groups = shape.num_query_groups // len(shards)
-    lengths = [shape.heads_per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
-    parts = [empty((shape.num_query_groups * length, *rest)) for length in lengths]
+    groups = spec.num_query_groups // len(shards)
+    lengths = [spec.heads_per_group * spec.kv_channels, spec.kv_channels, spec.kv_channels]
+    parts = [empty((spec.num_query_groups * length, *rest)) for length in lengths]
     for rank, shard in enumerate(shards):
         grouped = shard.view(groups, -1, *rest).split(lengths, dim=1)
         for part, own in zip(parts, grouped, strict=True):
@@ -152,14 +154,14 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:LISTED_NAMES]) + more
 
 
-def redundant_head(names: Iterable[str], family: ModelMapping, shape: ModelShape) -> str | None:
+def redundant_head(names: Iterable[str], family: ModelMapping, spec: ModelSpec) -> str | None:
     """The name of a stored output head that repeats the tied embedding, None where there is none."""
     head = family.head.hf[0].name
-    return head if shape.tied and head in set(names) else None
+    return head if spec.tied and head in set(names) else None
 
 
 def check_hf_names(
-    names: Iterable[str], family: ModelMapping, shape: ModelShape, where: str, carried: tuple[str, ...] = ()
+    names: Iterable[str], family: ModelMapping, spec: ModelSpec, where: str, carried: tuple[str, ...] = ()
 ) -> None:
     """Raises ValueError naming the tensors of `where` that are missing or left over.
 
@@ -167,24 +169,24 @@ def check_hf_names(
     begin with one of `carried` (`ModelMapping.carried_prefixes`).
     """
     stored = {name for name in names if not name.endswith(NON_PARAMETER_SUFFIXES) and not name.startswith(carried)}
-    expected = set(family.hf_names(shape))
-    stored.discard(redundant_head(stored, family, shape) or "")
+    expected = set(family.hf_names(spec))
+    stored.discard(redundant_head(stored, family, spec) or "")
     if missing := expected - stored:
         raise ValueError(
-            f"{where} lacks {listed(missing)}, which a {family.model_type} model of {shape.num_layers} layers has:"
+            f"{where} lacks {listed(missing)}, which a {family.model_type} model of {spec.num_layers} layers has:"
             " the checkpoint is incomplete or --num-layers is wrong"
         )
     if left_over := stored - expected:
         raise ValueError(
-            f"{where} holds {listed(left_over)}, for which a {family.model_type} model of {shape.num_layers} layers"
+            f"{where} holds {listed(left_over)}, for which a {family.model_type} model of {spec.num_layers} layers"
             " has no place: check --num-layers, --untie-embeddings-and-output-weights and the model_type in config.json"
         )
 
 
-def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: ModelMapping, shape: ModelShape, where: str) -> None:
+def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: ModelMapping, spec: ModelSpec, where: str) -> None:
     """Raises ValueError naming the first tensor whose shape is not what the sizes ask for."""
-    for row in family.rows(shape):
-        for part, wanted in zip(row.hf, hf_shapes(row, shape), strict=True):
+    for row in family.rows(spec):
+        for part, wanted in zip(row.hf, hf_shapes(row, spec), strict=True):
             if shapes[part.name] != wanted:
                 raise ValueError(
                     f"{where}: {part.name} has shape {list(shapes[part.name])} but the model flags ask for"

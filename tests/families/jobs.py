@@ -56,11 +56,11 @@ def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
     from slimrl.megatron.checkpoint import state as checkpoint
     from slimrl.megatron.model import model_builder
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.hf_checkpoint import read_hf_config
 
     built = model_builder.build_model(case.args, state).eval()
-    family, shape = family_for(read_hf_config(case.folder)), ModelShape.from_args(case.args)
+    family, shape = family_for(read_hf_config(case.folder)), ModelSpec.from_args(case.args)
     if case.checkpoint is None:
         _load(built, shape, family, state, case.folder)
     else:
@@ -132,7 +132,7 @@ def to_torch_dist(rank: int, world_size: int, init_method: str, cases: list[Case
     """Writes the `checkpoint` of each case from its folder, as the tool does."""
     from slimrl.megatron.checkpoint.template import model_blueprint
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist
     from slimrl.weights.hf_checkpoint import read_hf_config
 
@@ -140,7 +140,7 @@ def to_torch_dist(rank: int, world_size: int, init_method: str, cases: list[Case
         hf_to_torch_dist(
             case.folder,
             case.checkpoint,
-            ModelShape.from_args(case.args),
+            ModelSpec.from_args(case.args),
             family_for(read_hf_config(case.folder)),
             functools.partial(model_blueprint, case.args),
         )

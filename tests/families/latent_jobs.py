@@ -55,12 +55,12 @@ def _one_pass(state: Any, args: Arguments, folder: Path) -> PassResult:
     from slimrl.megatron import config
     from slimrl.megatron.model import model_builder
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
     from slimrl.weights.hf_checkpoint import read_hf_config
 
     built = model_builder.build_model(args, state)
-    family, shape = family_for(read_hf_config(folder)), ModelShape.from_args(args)
+    family, shape = family_for(read_hf_config(folder)), ModelSpec.from_args(args)
     own, experts = {"tp_rank": state.tp_rank, "tp_size": state.tp_size}, (state.etp_rank, state.etp_size)
     load_hf_checkpoint(built, shape, family, folder, **own, etp_rank=experts[0], etp_size=experts[1])
     wrapped = DistributedDataParallel(built.config, config.ddp_config(args), built)

@@ -60,7 +60,7 @@ def test_logits_equal_those_of_transformers(layout, toy, outcomes, expected):
 @pytest.mark.parametrize(("layout", "toy"), CASES)
 def test_every_rank_exports_every_tensor_once_as_it_was_stored(layout, toy, outcomes, folders):
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 
     config = read_hf_config(folders[toy])
@@ -69,5 +69,5 @@ def test_every_rank_exports_every_tensor_once_as_it_was_stored(layout, toy, outc
         stored = {name for name in checkpoint.names if not name.startswith(family.carried_prefixes(config))}
     for outcome in outcomes[layout, toy]:
         assert outcome.different == []
-        assert outcome.names == family.hf_names(ModelShape.from_hf_config(config))
+        assert outcome.names == family.hf_names(ModelSpec.from_hf_config(config))
         assert set(outcome.names) == stored and len(outcome.names) == len(stored)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from tests.families import jobs
 from tests.families.conftest import Pools
@@ -71,7 +71,7 @@ def test_a_layout_reads_the_checkpoint_and_exports_what_the_origin_holds(name, l
         config = read_hf_config(folder)
         family = family_for(config)
         assert outcome.different == []
-        assert outcome.names == family.hf_names(ModelShape.from_hf_config(config))
+        assert outcome.names == family.hf_names(ModelSpec.from_hf_config(config))
         with HfCheckpoint(folder) as origin:
             carried = {tensor for tensor in origin.names if tensor.startswith(family.carried_prefixes(config))}
             assert set(outcome.names) == set(origin.names) - carried

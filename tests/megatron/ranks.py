@@ -36,13 +36,13 @@ def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_di
     from slimrl.megatron.checkpoint import state as checkpoint
     from slimrl.megatron.model import model_builder
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model_builder.build_model(args, state)
     family = family_for({"model_type": _model_type(args)})
-    shape = ModelShape.from_args(args)
+    shape = ModelSpec.from_args(args)
     load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
     checkpoint.save_model_only(built, target)
     parallel.shutdown()
@@ -54,7 +54,7 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
     `family` is that of the tiny models where none is given.
     """
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.update.export import iter_hf_tensors
 
     parameters = [parameter for stage in trainer.stages for parameter in stage.parameters()]
@@ -64,7 +64,7 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
     parallel = trainer.parallel
     pieces = iter_hf_tensors(
         trainer.stages,
-        ModelShape.from_args(trainer.args),
+        ModelSpec.from_args(trainer.args),
         family or family_for({"model_type": _model_type(trainer.args)}),
         parallel.tp_group,
         pp_group=parallel.pp_group,

@@ -26,12 +26,12 @@ def packed_logits(
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder as model
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model.build_model(args, state).eval()
-    shape = ModelShape.from_args(args)
+    shape = ModelSpec.from_args(args)
     load_hf_checkpoint(
         built, shape, family_for({"model_type": "qwen3"}), hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size
     )

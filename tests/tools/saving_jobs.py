@@ -26,14 +26,14 @@ def save_both(rank: int, world_size: int, init_method: str, models: list[Model])
     from slimrl.megatron.checkpoint.template import model_blueprint
     from slimrl.megatron.model.model_builder import build_model
     from slimrl.models.families import family_for
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist, load_hf_checkpoint
     from slimrl.weights.hf_checkpoint import read_hf_config
 
     for model in models:
         args, problems = read_args(model.flags, entry="convert_hf_to_torch_dist.py")
         assert not problems, problems
-        family, shape = family_for(read_hf_config(model.hf)), ModelShape.from_args(args)
+        family, shape = family_for(read_hf_config(model.hf)), ModelSpec.from_args(args)
         state = parallel.initialize(args, rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
         try:
             built = build_model(args, state)

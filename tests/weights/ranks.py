@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.launch_env import CUMEM, RunFacts, nccl_cumem, this_machine
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
@@ -47,7 +47,7 @@ def weight_updates(
     cumem = nccl_cumem(this_machine(), RunFacts(broadcasts_weights=way == "split"), given={}, inherited=os.environ)
     os.environ.update({} if cumem is None else {CUMEM: cumem})
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
+    shape, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
     built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, shape, family, hf_dir, **places)
@@ -107,7 +107,7 @@ def export_to(
     from slimrl.weights.update.export import iter_hf_tensors
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    shape, family = ModelShape.from_args(args), family_for(read_hf_config(hf_dir))
+    shape, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
     built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, shape, family, hf_dir, **places)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import LatentDims, ModelShape
+from slimrl.models.model_spec import Experts, LatentAttention, ModelSpec
 from slimrl.weights.update.verify import EngineLayout, engine_shard, engine_tensor
 
-SHAPE = ModelShape(
-    num_layers=1,
+SHAPE = ModelSpec(
     hidden_size=3,
     ffn_hidden_size=64,
     num_attention_heads=4,
@@ -23,16 +22,14 @@ SHAPE = ModelShape(
     tied=False,
     qk_layernorm=True,
     qkv_bias=False,
-    num_experts=5,
     moe_layers=(True,),
-    moe_ffn_hidden_size=40,
-    expert_bias=True,
-    latent=LatentDims(q_lora_rank=6, kv_lora_rank=4, qk_head_dim=2, qk_pos_emb_head_dim=2, v_head_dim=2),
+    experts=Experts(number=5, top_k=2, ffn_hidden_size=40, expert_bias=True),
+    latent=LatentAttention(q_lora_rank=6, kv_lora_rank=4, qk_head_dim=2, qk_pos_emb_head_dim=2, v_head_dim=2),
 )
 DEEPSEEK = family_for({"model_type": "deepseek_v3"})
 
 
-def row_of(name: str, shape: ModelShape = SHAPE, family=DEEPSEEK):
+def row_of(name: str, shape: ModelSpec = SHAPE, family=DEEPSEEK):
     return next(row for row in family.rows(shape) if row.hf[0].name == name)
 
 
@@ -45,7 +42,7 @@ def row_of(name: str, shape: ModelShape = SHAPE, family=DEEPSEEK):
     ],
 )
 def test_the_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows):
-    target = engine_tensor(row_of(f"model.layers.0.mlp.{name}.weight"), SHAPE, "deepseek_v3")
+    target = engine_tensor(row_of(f"model.layers.0.mlp.{name}.weight"), SHAPE, DEEPSEEK)
     assert (target.name, target.rows) == (f"model.layers.0.mlp.{engine}", rows)
     assert target.stacked is (rows == 5)
 
@@ -53,14 +50,14 @@ def test_the_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows)
 def test_both_projections_to_latent_vectors_are_one_matrix_where_queries_have_one():
     attention = "model.layers.0.self_attn."
     query, key = (row_of(f"{attention}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
-    joined = engine_tensor(query, SHAPE, "deepseek_v3")
-    assert joined == engine_tensor(key, SHAPE, "deepseek_v3") and joined.rows == 2
+    joined = engine_tensor(query, SHAPE, DEEPSEEK)
+    assert joined == engine_tensor(key, SHAPE, DEEPSEEK) and joined.rows == 2
     assert joined.name == f"{attention}fused_qkv_a_proj_with_mqa.weight"
     assert joined.join([torch.zeros(6, 3), torch.ones(6, 3)]).tolist() == [[0.0] * 3] * 6 + [[1.0] * 3] * 6
     # without a query latent there is nothing to join
-    latent = dataclasses.replace(SHAPE.latent, q_lora_rank=0)
+    latent = dataclasses.replace(SHAPE.latent, q_lora_rank=None)
     plain = dataclasses.replace(SHAPE, latent=latent)
-    assert engine_tensor(row_of(key.hf[0].name, plain), plain, "deepseek_v3").name == key.hf[0].name
+    assert engine_tensor(row_of(key.hf[0].name, plain), plain, DEEPSEEK).name == key.hf[0].name
 
 
 def test_an_experts_gate_and_up_are_padded_and_divided_each_on_its_own():
@@ -93,7 +90,7 @@ def test_the_vocabulary_is_padded_to_64_rows_or_to_64_for_each_rank(rows, ranks,
 
 
 def test_a_packed_gate_and_up_is_divided_in_its_halves():
-    dense = dataclasses.replace(SHAPE, num_experts=0, moe_layers=(), latent=None)
+    dense = dataclasses.replace(SHAPE, moe_layers=(False,), experts=None, latent=None)
     row = row_of("model.layers.0.mlp.gate_up_proj.weight", dense, family_for({"model_type": "glm4"}))
     packed = torch.arange(384.0).view(128, 3)
     shard = engine_shard(row, [packed], dense, EngineLayout(2, on_host=True), 0)
@@ -101,7 +98,8 @@ def test_a_packed_gate_and_up_is_divided_in_its_halves():
 
 
 def test_shared_experts_are_as_wide_as_so_many_padded_routed_ones():
-    shape = dataclasses.replace(SHAPE, shared_ffn_hidden_size=80)  # two of 40; 40 becomes 64
+    two = dataclasses.replace(SHAPE.experts, shared_ffn_hidden_size=80)  # two of 40; 40 becomes 64
+    shape = dataclasses.replace(SHAPE, experts=two)
     row = row_of("model.layers.0.mlp.shared_experts.down_proj.weight", shape)
     down = torch.arange(240.0).view(3, 80)
     shard = engine_shard(row, [down], shape, EngineLayout(2, on_host=True), 1)
@@ -111,12 +109,12 @@ def test_shared_experts_are_as_wide_as_so_many_padded_routed_ones():
 def test_the_router_of_glm_is_kept_in_float32():
     row = row_of("model.layers.0.mlp.gate.weight")
     half = torch.tensor([[1.5, 0.25, -3.0]], dtype=torch.bfloat16)
-    assert engine_tensor(row, SHAPE, "deepseek_v3").join([half]).dtype == torch.bfloat16
-    kept = engine_tensor(row, SHAPE, "glm4_moe").join([half])
+    assert engine_tensor(row, SHAPE, DEEPSEEK).join([half]).dtype == torch.bfloat16
+    kept = engine_tensor(row, SHAPE, family_for({"model_type": "glm4_moe"})).join([half])
     assert kept.dtype == torch.float32 and kept.tolist() == half.tolist()
 
 
-DENSE = dataclasses.replace(SHAPE, num_experts=0, moe_layers=(), expert_bias=False, latent=None)
+DENSE = dataclasses.replace(SHAPE, moe_layers=(False,), experts=None, latent=None)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,9 @@ DENSE = dataclasses.replace(SHAPE, num_experts=0, moe_layers=(), expert_bias=Fal
     ],
 )
 def test_projections_that_the_engine_fuses_have_its_name_and_others_keep_theirs(tensor, engine):
-    row = row_of(f"model.layers.0.{tensor}", DENSE, family_for({"model_type": "qwen3"}))
-    assert engine_tensor(row, DENSE, "qwen3").name == f"model.layers.0.{engine}"
+    family = family_for({"model_type": "qwen3"})
+    row = row_of(f"model.layers.0.{tensor}", DENSE, family)
+    assert engine_tensor(row, DENSE, family).name == f"model.layers.0.{engine}"
 
 
 @pytest.mark.parametrize(

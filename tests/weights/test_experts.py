@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from slimrl.models.families import ModelMapping, family_for, glm4, param_mapping
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.hf_to_megatron import check_checkpoint, load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.reshard import check_tensor_parallel, from_shards, local_shape, to_shard
@@ -30,9 +30,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: TOYS[name].save(root / name, tokenizer=False) for name in ("qwen2-moe", "qwen3-moe", "glm4-moe")}
 
 
-def describe(folder: Path, **changes: Any) -> tuple[ModelShape, ModelMapping]:
+def describe(folder: Path, **changes: Any) -> tuple[ModelSpec, ModelMapping]:
     config = read_hf_config(folder) | changes
-    return ModelShape.from_hf_config(config), family_for(config)
+    return ModelSpec.from_hf_config(config), family_for(config)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def empty_model(
-    shape: ModelShape, family: ModelMapping, *, experts: range, spelling: int = ONE_BY_ONE, etp_size: int = 1
+    shape: ModelSpec, family: ModelMapping, *, experts: range, spelling: int = ONE_BY_ONE, etp_size: int = 1
 ) -> nn.Module:
     """What a rank that holds `experts` has, filled with NaN; its own numbers count from 0."""
     tensors = {}
@@ -62,7 +62,7 @@ def empty_model(
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_buffer(leaf, bias)
     for layer in range(shape.num_layers):
-        if shape.is_moe_layer(layer):
+        if shape.moe_layers[layer]:
             model.get_submodule(f"decoder.layers.{layer}.mlp").local_expert_indices = list(experts)
     return model
 
@@ -180,7 +180,7 @@ def test_further_layers_of_mimo_have_a_name_and_a_count_of_their_own():
 
 
 def test_gate_and_up_stored_as_one_tensor_are_divided_each_for_itself():
-    shape = dataclasses.replace(ModelShape.from_hf_config(GLM4), ffn_hidden_size=4)
+    shape = dataclasses.replace(ModelSpec.from_hf_config(GLM4), ffn_hidden_size=4)
     packed = torch.arange(8.0)[:, None] + torch.zeros(1, 64)  # rows 0 to 3 are the gate, 4 to 7 the up projection
     shards = [to_shard(glm4.GATE_UP, [packed], shape, rank=rank, size=2) for rank in (0, 1)]
     assert [shard[:, 0].tolist() for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -194,11 +194,12 @@ def test_sizes_that_do_not_divide_are_refused_with_both_numbers(folders):
         ValueError, match=r"--expert-tensor-parallel-size 64 does not divide --moe-ffn-hidden-size \(32"
     ):
         check_tensor_parallel(shape, 1, 64)
-    odd = dataclasses.replace(shape, shared_ffn_hidden_size=63)
+    odd = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, shared_ffn_hidden_size=63))
     with pytest.raises(ValueError, match=r"does not divide --moe-shared-expert-intermediate-size \(63\)"):
         check_tensor_parallel(odd, 2)
     check_tensor_parallel(shape, 2, 2)
-    check_tensor_parallel(dataclasses.replace(shape, moe_ffn_hidden_size=63), 2)  # experts are not divided unless told
+    odd = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, ffn_hidden_size=63))
+    check_tensor_parallel(odd, 2)  # experts are not divided unless told
 
 
 def test_experts_of_the_table_have_both_of_megatrons_spellings():

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
 from slimrl.weights.hf_checkpoint import HfCheckpoint
 from tests.megatron import tiny
@@ -35,7 +35,7 @@ def trained(origin: Path) -> dict[str, Tensor]:
 
 
 def plans(origin: Path, max_shard_bytes: int = 60_000) -> list[HfPlan]:
-    shape = ModelShape.from_args(tiny.tiny_args())
+    shape = ModelSpec.from_args(tiny.tiny_args())
     family = family_for({"model_type": "qwen3"})
     return [
         HfPlan(origin, shape, family, rank=rank, world_size=RANKS, max_shard_bytes=max_shard_bytes)
@@ -142,6 +142,6 @@ def test_an_export_of_the_same_rollout_is_replaced_and_nothing_else(
 
 
 def test_an_original_of_another_model_is_refused(origin: Path):
-    shape = ModelShape.from_args(tiny.tiny_args(num_layers=3))
+    shape = ModelSpec.from_args(tiny.tiny_args(num_layers=3))
     with pytest.raises(ValueError, match="lacks model.layers.2"):
         HfPlan(origin, shape, family_for({"model_type": "qwen3"}))

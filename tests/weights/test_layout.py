@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from slimrl.models.families import param_mapping
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.reshard import check_tensor_parallel, from_shards, hf_shapes, megatron_shape, to_shard
 
 # 4 query heads in 2 groups, heads of one channel: row numbers are easy to follow
-SHAPE = ModelShape(
-    num_layers=1,
+SHAPE = ModelSpec(
+    moe_layers=(False,),
     hidden_size=2,
     ffn_hidden_size=4,
     num_attention_heads=4,

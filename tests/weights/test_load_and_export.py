@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.reshard import megatron_shape
@@ -23,7 +23,7 @@ PADDED_VOCAB = 256  # 150 true rows
 def describe(folder):
     """(shape with padded vocabulary, family) of a saved model."""
     config = read_hf_config(folder)
-    shape = dataclasses.replace(ModelShape.from_hf_config(config), padded_vocab_size=PADDED_VOCAB)
+    shape = dataclasses.replace(ModelSpec.from_hf_config(config), padded_vocab_size=PADDED_VOCAB)
     return shape, family_for(config)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 
 QWEN3_4B = {  # the published config.json, the entries that matter here
     "model_type": "qwen3",
@@ -48,12 +48,12 @@ def qwen3_4b_flags(**changes: object) -> Arguments:
 
 
 def test_flags_and_config_of_the_same_model_give_the_same_shape():
-    assert ModelShape.from_args(qwen3_4b_flags()) == ModelShape.from_hf_config(QWEN3_4B)
+    assert ModelSpec.from_args(qwen3_4b_flags()) == ModelSpec.from_hf_config(QWEN3_4B)
 
 
 def test_parameter_count_follows_from_the_table():
     # the model card says 4.0B parameters, 3.6B without the embedding
-    shape = ModelShape.from_hf_config(QWEN3_4B)
+    shape = ModelSpec.from_hf_config(QWEN3_4B)
     count = 0
     for row in family_for(QWEN3_4B).rows(shape):
         for part in row.hf:
@@ -73,11 +73,11 @@ def test_head_width_and_groups_default_as_in_transformers():
         "num_attention_heads": 4,
         "vocab_size": 100,
     }
-    shape = ModelShape.from_hf_config(config)
+    shape = ModelSpec.from_hf_config(config)
     assert (shape.kv_channels, shape.num_query_groups, shape.tied) == (16, 4, False)
-    assert ModelShape.from_hf_config({**config, "model_type": "qwen3"}).kv_channels == 128
+    assert ModelSpec.from_hf_config({**config, "model_type": "qwen3"}).kv_channels == 128
     with pytest.raises(ValueError, match="no vocab_size"):
-        ModelShape.from_hf_config({key: value for key, value in config.items() if key != "vocab_size"})
+        ModelSpec.from_hf_config({key: value for key, value in config.items() if key != "vocab_size"})
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
@@ -92,4 +92,4 @@ def test_a_variant_that_the_table_does_not_describe_is_refused():
 
 def test_shape_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        ModelShape.from_hf_config(QWEN3_4B).num_layers = 1
+        ModelSpec.from_hf_config(QWEN3_4B).num_layers = 1

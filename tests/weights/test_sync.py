@@ -15,7 +15,7 @@ from torch import nn
 from slimrl.arguments import Arguments
 from slimrl.engines.protocol import EngineTimeoutError, EngineUnavailableError
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.reshard import megatron_shape
 from slimrl.weights.update.buckets import ReusedBuffer, iter_buckets
 from slimrl.weights.update.export import iter_hf_tensors
@@ -25,8 +25,8 @@ from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, W
 from tests.weights.models import named_module
 from tests.weights.servers import RecordingServer
 
-SHAPE = ModelShape(
-    num_layers=2,
+SHAPE = ModelSpec(
+    moe_layers=(False,) * 2,
     hidden_size=8,
     ffn_hidden_size=32,
     num_attention_heads=4,

@@ -21,7 +21,7 @@ from slimrl.engines.sglang.engine_memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
 from slimrl.engines.sglang.launch import ServerLaunch
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.update.topology import EngineEndpoint
 from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater, WeightUpdateReport
 from tools.gpu_check.checks_memory import free_bytes, timed
@@ -93,7 +93,7 @@ class Updates:
 
     def __init__(self, trainer: RandomTrainer, serving: Serving) -> None:
         self._trainer = trainer
-        source = ModelSource(ModelShape.from_args(trainer.args), family_for(hf_config(trainer.args)), trainer.parallel)
+        source = ModelSource(ModelSpec.from_args(trainer.args), family_for(hf_config(trainer.args)), trainer.parallel)
         endpoint = EngineEndpoint(serving.url, [0], key=serving.key)
         self._updater = WeightUpdater.colocated(source, [endpoint], timeout_s=ANSWER_S)
 

@@ -65,7 +65,7 @@ def more_cache(plan: Plan) -> str:
 
 def _tokens(plan: Plan, settings: EngineSettings, gpus: int) -> int:
     assert plan.gpu is not None
-    return engine_memory(plan.shape, settings, gpus, plan.gpu.bytes).tokens or 0
+    return engine_memory(plan.spec, settings, gpus, plan.gpu.bytes).tokens or 0
 
 
 def _divisions(args: Arguments) -> Iterator[Remedy]:

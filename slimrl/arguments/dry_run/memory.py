@@ -16,7 +16,7 @@ from slimrl.arguments.dry_run.batch import largest_micro_batch
 from slimrl.arguments.layout import Groups, groups_of, stage_layers
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.activations import Setting, output_bytes, saved_bytes, working_bytes
-from slimrl.models.model_spec import Shape, shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import Split, Weights, buffer_elements, stage_weights, total_parameters
 
 # SGLang computes its own where none is given, between 0.8 and 0.95 on the GPUs of today.
@@ -66,10 +66,10 @@ class EngineMemory:
         return self.weights + (self.cache or 0)
 
 
-def engine_memory(shape: Shape, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
+def engine_memory(spec: ModelSpec, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
     """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token."""
-    weights = int(total_parameters(shape) * settings.weight_bytes) // gpus
-    per_token = cache_elements_per_token(shape, gpus, settings.stages) * settings.cache_bytes
+    weights = int(total_parameters(spec) * settings.weight_bytes) // gpus
+    per_token = cache_elements_per_token(spec, gpus, settings.stages) * settings.cache_bytes
     tokens = settings.max_tokens
     if gpu_bytes is not None:
         room = max(int(gpu_bytes * settings.fraction) - weights, 0) // per_token
@@ -77,15 +77,15 @@ def engine_memory(shape: Shape, settings: EngineSettings, gpus: int, gpu_bytes: 
     return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
 
 
-def cache_elements_per_token(shape: Shape, gpus: int, stages: int = 1) -> int:
+def cache_elements_per_token(spec: ModelSpec, gpus: int, stages: int = 1) -> int:
     """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every GPU.
 
     Fewer key/value heads than GPUs are held several times.
     """
-    layers = -(-shape.layers // stages)
-    if shape.latent is not None:
-        return layers * (shape.latent.kv_rank + shape.latent.rotary_width)
-    return layers * 2 * max(shape.groups * stages // gpus, 1) * shape.head_width
+    layers = -(-spec.num_layers // stages)
+    if spec.latent is not None:
+        return layers * (spec.latent.kv_lora_rank + spec.latent.qk_pos_emb_head_dim)
+    return layers * 2 * max(spec.num_query_groups * stages // gpus, 1) * spec.kv_channels
 
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -137,12 +137,12 @@ def estimate(args: Arguments, *, gpu_bytes: int | None = None, engine: EngineSet
     `gpu_bytes` is the GPU's memory: without it the engine's KV cache, which takes what is left, is not known.
     `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
     """
-    shape = shape_of(args)
+    spec = ModelSpec.from_args(args)
     stages = () if args.debug_rollout_only else training_memory(args)
     if args.debug_train_only or not args.rollout_gpus:
         return MemoryPlan(stages, None)
     settings = engine or EngineSettings.from_options(args.sglang_options)
-    return MemoryPlan(stages, engine_memory(shape, settings, args.rollout_num_gpus_per_engine, gpu_bytes))
+    return MemoryPlan(stages, engine_memory(spec, settings, args.rollout_num_gpus_per_engine, gpu_bytes))
 
 
 def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[StageMemory, ...]:
@@ -150,11 +150,11 @@ def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[Stag
 
     `tokens` is the size of another micro-batch, in tokens of one GPU.
     """
-    shape, parts, groups = shape_of(args), stage_layers(args), groups_of(args)
+    spec, parts, groups = ModelSpec.from_args(args), stage_layers(args), groups_of(args)
     if tokens is None:
         tokens = largest_micro_batch(args, groups).tokens_per_gpu
     setting = _setting(args, groups, tokens)
-    return tuple(_stage(args, shape, setting, parts, number) for number in range(len(parts)))
+    return tuple(_stage(args, spec, setting, parts, number) for number in range(len(parts)))
 
 
 def parameter_bytes(args: Arguments) -> int:
@@ -162,11 +162,13 @@ def parameter_bytes(args: Arguments) -> int:
     return 2 if args.bf16 or args.fp16 else 4
 
 
-def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[int, ...]], number: int) -> StageMemory:
+def _stage(
+    args: Arguments, spec: ModelSpec, setting: Setting, parts: list[tuple[int, ...]], number: int
+) -> StageMemory:
     groups, element = groups_of(args), setting.element
     first, last = number == 0, number == len(parts) - 1
     split = Split(groups.tensor, groups.expert_tensor, groups.expert)
-    weights = stage_weights(shape, split, parts[number], first=first, last=last)
+    weights = stage_weights(spec, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
@@ -181,9 +183,9 @@ def _stage(args: Arguments, shape: Shape, setting: Setting, parts: list[tuple[in
         gradients=_shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args),
         optimizer=state - offloaded,
         activations=trains
-        * int(saved_bytes(shape, setting, parts[number], last=last) * _in_flight(args, groups, number)),
-        loss=_output_bytes(args, shape, setting) if last and trains else 0,
-        backward=trains * working_bytes(shape, setting, parts[number]),
+        * int(saved_bytes(spec, setting, parts[number], last=last) * _in_flight(args, groups, number)),
+        loss=_output_bytes(args, spec, setting) if last and trains else 0,
+        backward=trains * working_bytes(spec, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
         host=offloaded + copied + (2 * weights.total * element if has_reference else 0),
     )
@@ -201,8 +203,8 @@ def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strat
     return dense + expert
 
 
-def _output_bytes(args: Arguments, shape: Shape, setting: Setting) -> int:
-    return output_bytes(shape, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
+def _output_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
+    return output_bytes(spec, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
 
 
 def gradient_bytes(args: Arguments) -> int:

@@ -22,7 +22,7 @@ from slimrl.arguments.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.redact import told
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
-from slimrl.models.model_spec import Shape, shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import active_parameters, selection_biases, total_parameters
 from slimrl.processes.process_info import GIB
 
@@ -138,7 +138,7 @@ class Plan:
     args: Arguments
     entry: str
     surroundings: PlanContext
-    shape: Shape
+    spec: ModelSpec
     placement: Placement
     groups: Groups
     batches: Batches
@@ -168,12 +168,12 @@ class Plan:
 
 def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
     """The plan of a checked command line. Raises UnreadableFileError where a weights file is broken."""
-    shape, groups = shape_of(args), groups_of(args)
+    spec, groups = ModelSpec.from_args(args), groups_of(args)
     where = placement(args, surroundings.nodes)
     folder = Path(args.hf_checkpoint)
-    files = read_hf_files(folder, layers=shape.layers, tied=shape.tied)
+    files = read_hf_files(folder, layers=spec.num_layers, tied=spec.tied)
     gpu = gpu_memory(args, where, surroundings)
-    total = total_parameters(shape)
+    total = total_parameters(spec)
     options = {**server_defaults(surroundings.server_words), **args.sglang_options}
     settings = EngineSettings.from_options(options, weight_bytes=bytes_per_weight(folder, files, total))
     gpu_bytes = None if gpu is None or gpu.shared else gpu.bytes
@@ -181,7 +181,7 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
         args=args,
         entry=entry,
         surroundings=surroundings,
-        shape=shape,
+        spec=spec,
         placement=where,
         groups=groups,
         batches=batches(args, groups),
@@ -191,8 +191,8 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
         servers=servers(args, where),
         hf_files=files,
         total_parameters=total,
-        active_parameters=active_parameters(shape),
-        checkpoint_elements=total + selection_biases(shape),
+        active_parameters=active_parameters(spec),
+        checkpoint_elements=total + selection_biases(spec),
         gpu=gpu,
         engine_settings=settings,
         memory=estimate(args, gpu_bytes=gpu_bytes, engine=settings),

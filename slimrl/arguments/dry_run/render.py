@@ -131,7 +131,7 @@ def _groups(plan: Plan) -> Iterator[str]:
         "expert DP": "copies of the same experts",
     }
     axes = [(dense_axes(groups), name) for name, _ in dense_axes(groups)]
-    if plan.shape.experts is not None:
+    if plan.spec.experts is not None:
         axes += [(expert_axes(groups), name) for name in ("expert TP", "EP", "expert DP")]
     rows: list[tuple[object, ...]] = [("group", "size", "what its ranks do", f"ranks (of {groups.world})")]
     for sizes, name in axes:
@@ -204,7 +204,7 @@ def _largest(plan: Plan) -> str:
 
 def _model(plan: Plan) -> Iterator[str]:
     rows = [("parameters", f"{plan.total_parameters:,}", billions(plan.total_parameters))]
-    if plan.shape.experts is not None:
+    if plan.spec.experts is not None:
         rows.append(("of them for one token", f"{plan.active_parameters:,}", billions(plan.active_parameters)))
     for number, stage in enumerate(plan.memory.stages):
         name = "on one training GPU" if len(plan.memory.stages) == 1 else f"on a GPU of stage {number}"

@@ -28,7 +28,7 @@ from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import CheckpointError, run_on_all_ranks, run_on_rank_zero
 from slimrl.weights.checkpoint_checksums import Checksums
 from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
@@ -195,8 +195,8 @@ class ModelExporter:
         """Raises FileNotFoundError or ValueError where --hf-checkpoint lacks weights or holds another model's."""
         origin = Path(args.hf_checkpoint)
         self._stages, self._parallel = stages, parallel
-        self._shape, self._family = ModelShape.from_args(args), family_for(read_hf_config(origin))
-        self._plan = HfPlan(origin, self._shape, self._family, rank=parallel.rank, world_size=parallel.world_size)
+        self._spec, self._family = ModelSpec.from_args(args), family_for(read_hf_config(origin))
+        self._plan = HfPlan(origin, self._spec, self._family, rank=parallel.rank, world_size=parallel.world_size)
         self._template = str(args.save_hf)
 
     def export(self, rollout_id: int) -> HfExport:
@@ -207,7 +207,7 @@ class ModelExporter:
         parallel = self._parallel
         return iter_hf_tensors(
             self._stages,
-            self._shape,
+            self._spec,
             self._family,
             parallel.tp_group,
             pp_group=parallel.pp_group,

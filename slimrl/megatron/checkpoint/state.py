@@ -35,7 +35,7 @@ from slimrl.megatron.checkpoint.saver import Snapshot
 from slimrl.megatron.optimizer import after_load, agree_on_step, step_counts
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import run_on_rank_zero
 from slimrl.weights.checkpoint_checksums import CheckedFolder
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
@@ -267,7 +267,7 @@ def load_first_weights(
         return
     load_hf_checkpoint(
         stages,
-        ModelShape.from_args(args),
+        ModelSpec.from_args(args),
         family_for(read_hf_config(folder)),
         folder,
         tp_rank=parallel.tp_rank,

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slimrl.megatron.model.attention import PackedCoreAttention, attention_spec, with_latent_epsilon
 from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms
 from slimrl.megatron.model.rotary import with_token_frequencies
+from slimrl.models.model_spec import expand_layer_pattern
 
 
 def block_spec(
@@ -67,18 +68,14 @@ def block_of(
     )
 
 
-def moe_layers(config: TransformerConfig) -> list[bool]:
-    """Of each layer of the whole model, whether it has experts."""
+def moe_layers(config: TransformerConfig) -> tuple[bool, ...]:
+    """Of each layer of the whole model, whether it has experts.
+
+    Raises ValueError where config.moe_layer_freq is a list that is not of config.num_layers entries.
+    """
     if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    if isinstance(config.moe_layer_freq, int):
-        return [layer % config.moe_layer_freq == 0 for layer in range(config.num_layers)]
-    if len(config.moe_layer_freq) != config.num_layers:
-        raise ValueError(
-            f"--moe-layer-freq describes {len(config.moe_layer_freq)} layers and --num-layers is {config.num_layers}:"
-            " give one 0 or 1 for each layer"
-        )
-    return [bool(flag) for flag in config.moe_layer_freq]
+        return (False,) * config.num_layers
+    return expand_layer_pattern(config.moe_layer_freq, config.num_layers)
 
 
 def _engine_norm() -> type:

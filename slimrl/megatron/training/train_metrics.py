@@ -27,7 +27,7 @@ from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.loss import PolicyLossConfig
 from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums
-from slimrl.models.model_spec import shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
 CORRECT_REWARD = 1.0
@@ -71,10 +71,11 @@ def rollout_report(
     `returns` and `entropy` are float32 [response tokens] where they are known; `seconds` by phase (`PhaseTimes`).
     """
     of_every_sample = _plain_sums(batch)
+    spec = ModelSpec.from_args(args)
     sums = {
         "samples": float(len(batch)),
         "tokens": float(batch.total_lengths.sum()),
-        "flops": float(forward_flops(shape_of(args), batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
+        "flops": float(forward_flops(spec, batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
         **of_every_sample,
     }
     if args.compute_advantages_and_returns:

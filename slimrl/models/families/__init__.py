@@ -1,7 +1,7 @@
-"""The model families slimrl knows: one declarative table each.
+"""The model families slimrl knows: one `ModelMapping` each, with tensor names and the table of its config.json.
 
-`family_for` picks the table of a Hugging Face config. Adding a family means adding a file with its
-table and one entry to `FAMILIES`.
+`family_for` picks the family of a Hugging Face config. Adding a family means adding a file with its `ModelMapping` and
+one entry to `FAMILIES`. Imports neither torch nor transformers: the flag parser reads these tables.
 """
 
 from __future__ import annotations

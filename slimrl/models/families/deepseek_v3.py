@@ -1,4 +1,4 @@
-"""Weight tables of DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) and of Kimi-K2 (`kimi_k2`).
+"""Tensors and config.json of DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) and of Kimi-K2 (`kimi_k2`).
 
 Latent attention; the first layers are dense, the others have experts chosen by scores with a bias. Kimi-K2 has the same
 architecture under a model_type of its own. The MTP layer after the last one is not trained: its tensors are copied from
@@ -9,11 +9,41 @@ from __future__ import annotations
 
 import dataclasses
 
-from slimrl.models.families import param_mapping
+from slimrl.models.families import config_mapping, param_mapping
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
+from slimrl.models.families.toy_config import LATENT, ROUTED, SIGMOID, ToyConfig, rope, yarn
+
+DEEPSEEK_TOY = ToyConfig(
+    "DeepseekV3ForCausalLM",
+    LATENT
+    | ROUTED
+    | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5}
+    | yarn(10000.0, factor=40.0, beta_fast=32.0),
+    published=SIGMOID,
+)
+MOONLIGHT_TOY = ToyConfig(
+    "DeepseekV3ForCausalLM",
+    LATENT
+    | ROUTED
+    | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
+    | {"routed_scaling_factor": 2.446}
+    | rope(50000.0),
+    published=SIGMOID,
+)
+KIMI_TOY = ToyConfig(
+    "DeepseekV3ForCausalLM",
+    LATENT
+    | ROUTED
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
+    | yarn(50000.0, factor=32.0, beta_fast=1.0),
+    # Published files say kimi_k2 and bring code along for it; by their own class they are DeepSeek-V3's.
+    published=SIGMOID,
+)
 
 DEEPSEEK_V3 = ModelMapping(
     model_type="deepseek_v3",
+    config=config_mapping.latent_table(dense_layers=3),
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,
@@ -36,7 +66,8 @@ DEEPSEEK_V3 = ModelMapping(
         ("rope_interleave", True),
         ("topk_method", "noaux_tc"),
     ),
+    toys={"deepseek_v3": DEEPSEEK_TOY, "moonlight": MOONLIGHT_TOY},
 )
 
 
-KIMI_K2: ModelMapping = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
+KIMI_K2: ModelMapping = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", toys={"kimi_k2": KIMI_TOY})

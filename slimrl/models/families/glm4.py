@@ -1,4 +1,4 @@
-"""Weight tables of GLM-4 (`glm4`), GLM-4.5 and 4.6 (`glm4_moe`) and GLM-4.7-Flash (`glm4_moe_lite`).
+"""Tensors and config.json of GLM-4 (`glm4`), GLM-4.5 and 4.6 (`glm4_moe`) and GLM-4.7-Flash (`glm4_moe_lite`).
 
 GLM-4 is dense, with norms after attention and MLP too; gate and up projection are stored as one tensor.
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from slimrl.models.families import deepseek_v3, param_mapping
+from slimrl.models import config_rows
+from slimrl.models.config_rows import always, switched
+from slimrl.models.families import config_mapping, deepseek_v3, param_mapping
 from slimrl.models.families.param_mapping import (
     HF_LAYER,
     MEGATRON_LAYER,
@@ -21,6 +23,7 @@ from slimrl.models.families.param_mapping import (
     MTPLayers,
     ParamMapping,
 )
+from slimrl.models.families.toy_config import GROUPED, LATENT, ONE_DENSE_LAYER, ROUTED, ToyConfig, rope
 
 POST_ATTENTION_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "post_self_attn_layernorm.weight",),
@@ -39,6 +42,14 @@ POST_MLP_NORM = ParamMapping(
 
 GLM4 = ModelMapping(
     model_type="glm4",
+    config=config_mapping.table(
+        config_mapping.head_width(128),
+        config_rows.percent(0.5),
+        config_mapping.qkv_bias(True),
+        always("rotary_interleaved", "--rotary-interleaved", True),
+        always("post_self_attn_layernorm", "--post-self-attn-layernorm", True),
+        always("post_mlp_layernorm", "--post-mlp-layernorm", True),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,
@@ -53,11 +64,26 @@ GLM4 = ModelMapping(
     ),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
+    toys={
+        "glm4": ToyConfig(
+            "Glm4ForCausalLM",
+            GROUPED | {"rms_norm_eps": 1e-5, "attention_bias": True} | rope(10000.0, partial_rotary_factor=0.5),
+        )
+    },
 )
 
 
 GLM4_MOE = ModelMapping(
     model_type="glm4_moe",
+    config=config_mapping.table(
+        *config_mapping.EXPERTS,
+        *config_mapping.SIGMOID,
+        config_mapping.layers_after(1),
+        config_rows.percent(0.5),
+        switched("qk_layernorm", "--qk-layernorm", "use_qk_norm", default=False),
+        unserved=(*config_mapping.PLAIN_ATTENTION, *config_mapping.SIGMOID_ROUTING),
+    ),
+    float32_router=True,
     embedding=param_mapping.EMBEDDING,
     layer=(
         param_mapping.ATTENTION_NORM,
@@ -78,7 +104,30 @@ GLM4_MOE = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     extra_layers=MTPLayers("model.layers.{layer}.", after_decoder=True),
+    toys={
+        "glm4_moe": ToyConfig(
+            "Glm4MoeForCausalLM",
+            GROUPED
+            | ROUTED
+            | {"rms_norm_eps": 1e-5, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+            | rope(1e6, partial_rotary_factor=0.5),
+            published={"num_nextn_predict_layers": 0},
+        )
+    },
 )
 
 
-GLM4_MOE_LITE: ModelMapping = dataclasses.replace(deepseek_v3.DEEPSEEK_V3, model_type="glm4_moe_lite")
+GLM4_MOE_LITE: ModelMapping = dataclasses.replace(
+    deepseek_v3.DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    config=config_mapping.latent_table(dense_layers=1),
+    float32_router=True,
+    toys={
+        "glm4_moe_lite": ToyConfig(
+            "Glm4MoeLiteForCausalLM",
+            LATENT | ROUTED | {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8} | rope(1e6),
+            published={**ONE_DENSE_LAYER, "topk_method": "noaux_tc"},
+        )
+    },
+)

@@ -1,5 +1,4 @@
-"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors, `ModelMapping` is a model's table of rows; the
-shared rows.
+"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors, `ModelMapping` describes a family; shared rows.
 
 A table is data only; `slimrl.weights.reshard` has the arithmetic. Loader, exporter, converters and checks all read it,
 so that they agree on every name. The rows here are those that families share: dense layers, experts, latent attention.
@@ -13,13 +12,16 @@ replicated over tensor-parallel ranks, up-projections are divided by heads. Rota
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from slimrl.models.config_rows import FamilyTable
+from slimrl.models.families.toy_config import ToyConfig
+
 if TYPE_CHECKING:
-    from slimrl.models.model_spec import ModelShape
+    from slimrl.models.model_spec import ModelSpec
 
 
 # buffers that some exporters write next to the weights; they follow from the config, so readers skip them
@@ -45,7 +47,7 @@ class Layers(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class HfTensor:
-    """One Hugging Face tensor: its name and its dimensions in terms of `ModelShape.dimension`."""
+    """One Hugging Face tensor: its name and its dimensions in terms of `ModelSpec.dimension`."""
 
     name: str
     dims: tuple[str, ...]
@@ -58,7 +60,7 @@ class ParamMapping:
     `megatron` lists the spellings of the same tensor (layer specs differ in where a norm or an expert lives);
     exactly one of them exists in a model. `{layer}` stands for the global layer number and `{expert}` for the global
     expert number, both counted from 0. `layers` says which layers have it, `when` names the property of the model
-    (`ModelShape.has`) without which there is no such tensor. `shard_dim` is the dimension that tensor parallelism
+    (`ModelSpec.has`) without which there is no such tensor. `shard_dim` is the dimension that tensor parallelism
     (for an expert: expert tensor parallelism) divides, None for replicated tensors. `fuse_with_next`: the engines only
     take its tensor together with that of the following row, so both travel in one piece. A first dimension called
     "vocab" is padded with zero rows on the Megatron side.
@@ -113,16 +115,23 @@ class MTPLayers:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMapping:
-    """A family's table: the rows before the layers, of each layer, after the layers, and the untied head."""
+    """A family: its tensors before the layers, of each layer, after the layers, and the untied head; its config.json.
+
+    `config` says which key of config.json states which model flag. `float32_router`: engines keep the router's weight
+    in float32, whatever the dtype of the others. `toys` are models of the family at toy size, by name.
+    """
 
     model_type: str
+    config: FamilyTable
     embedding: ParamMapping
     layer: tuple[ParamMapping, ...]
     final_norm: ParamMapping
     head: ParamMapping
     extra_layers: MTPLayers | None = None
+    float32_router: bool = False
     # config entries that must have this value (or be absent), because the table has no rows for others
     fixed_config: tuple[tuple[str, Any], ...] = ()
+    toys: Mapping[str, ToyConfig] = dataclasses.field(default_factory=dict)
 
     def check_config(self, hf_config: dict[str, Any]) -> None:
         """Raises ValueError where the config asks for tensors that this table has no rows for."""
@@ -133,34 +142,34 @@ class ModelMapping:
                     f" the table of weights describes only {key} = {value!r}: use such a model or extend the table"
                 )
 
-    def rows(self, shape: ModelShape) -> Iterator[ParamMapping]:
+    def rows(self, spec: ModelSpec) -> Iterator[ParamMapping]:
         """Every row of a whole model, names filled in, in the order of the forward pass.
 
         Experts come one after another, each with all of its rows.
         """
         yield self.embedding
-        present = [row for row in self.layer if row.when is None or shape.has(row.when)]
+        present = [row for row in self.layer if row.when is None or spec.has(row.when)]
         kinds = {
             moe: [row for row in present if row.layers in (Layers.ALL, Layers.MOE if moe else Layers.DENSE)]
             for moe in (False, True)
         }
-        for layer in range(shape.num_layers):
-            for per_expert, group in groupby(kinds[shape.is_moe_layer(layer)], key=lambda row: row.per_expert):
+        for layer in range(spec.num_layers):
+            for per_expert, group in groupby(kinds[spec.moe_layers[layer]], key=lambda row: row.per_expert):
                 rows = tuple(group)
-                for expert in range(shape.num_experts) if per_expert else (None,):
+                for expert in range(spec.num_experts) if per_expert else (None,):
                     for row in rows:
                         yield row.at(layer, expert)
         yield self.final_norm
-        if not shape.tied:
+        if not spec.tied:
             yield self.head
 
-    def hf_names(self, shape: ModelShape) -> list[str]:
+    def hf_names(self, spec: ModelSpec) -> list[str]:
         """The name of every Hugging Face tensor that a checkpoint must have, each once."""
-        return [part.name for row in self.rows(shape) for part in row.hf]
+        return [part.name for row in self.rows(spec) for part in row.hf]
 
-    def names_with_next(self, shape: ModelShape) -> frozenset[str]:
+    def names_with_next(self, spec: ModelSpec) -> frozenset[str]:
         """The Hugging Face tensors that must reach an engine in one piece with the one after them."""
-        return frozenset(row.hf[0].name for row in self.rows(shape) if row.fuse_with_next)
+        return frozenset(row.hf[0].name for row in self.rows(spec) if row.fuse_with_next)
 
     def carried_prefixes(self, hf_config: dict[str, Any]) -> tuple[str, ...]:
         """How the names begin of tensors that are neither loaded nor trained, but kept for the way back.

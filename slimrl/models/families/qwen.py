@@ -1,4 +1,4 @@
-"""Weight tables of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
+"""Tensors and config.json of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
 
 Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert where there are experts. Qwen3
 has query and key norms and no biases. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their tensors
@@ -7,8 +7,11 @@ are copied from the original folder.
 
 from __future__ import annotations
 
+from slimrl.models.config_rows import always, switched, value
 from slimrl.models.families import param_mapping
+from slimrl.models.families.config_mapping import EXPERTS, NO_BIASES, PLAIN_ATTENTION, SOFTMAX, head_width, table
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
+from slimrl.models.families.toy_config import GROUPED, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -20,13 +23,22 @@ QWEN2_ATTENTION = (
 
 QWEN2 = ModelMapping(
     model_type="qwen2",
+    config=table(always("add_qkv_bias", "--add-qkv-bias", True)),
     embedding=param_mapping.EMBEDDING,
     layer=(*QWEN2_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
+    toys={"qwen2": ToyConfig("Qwen2ForCausalLM", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | rope(1e6))},
 )
 QWEN2_MOE = ModelMapping(
     model_type="qwen2_moe",
+    config=table(
+        *EXPERTS,
+        *SOFTMAX,
+        switched("add_qkv_bias", "--add-qkv-bias", "qkv_bias", default=True),
+        value("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", absent="no shared expert"),
+        always("moe_shared_expert_gate", "--moe-shared-expert-gate", True),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(
         *QWEN2_ATTENTION,
@@ -54,14 +66,26 @@ QWEN3_ATTENTION = (
 
 QWEN3 = ModelMapping(
     model_type="qwen3",
+    config=table(
+        always("qk_layernorm", "--qk-layernorm", True),
+        head_width(128),
+        unserved=(*PLAIN_ATTENTION, *NO_BIASES),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(*QWEN3_ATTENTION, param_mapping.GATE_UP, param_mapping.DOWN),
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
+    toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
 )
 QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",
+    config=table(
+        *EXPERTS,
+        *SOFTMAX,
+        always("qk_layernorm", "--qk-layernorm", True),
+        unserved=(*PLAIN_ATTENTION, *NO_BIASES),
+    ),
     embedding=param_mapping.EMBEDDING,
     layer=(
         *QWEN3_ATTENTION,
@@ -74,14 +98,37 @@ QWEN3_MOE = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
+    toys={
+        "qwen3_moe": ToyConfig(
+            "Qwen3MoeForCausalLM",
+            GROUPED
+            | {"rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            | {"norm_topk_prob": True}
+            | rope(1e6),
+        )
+    },
 )
 
 
 MIMO = ModelMapping(
     model_type="mimo",
+    config=table(always("add_qkv_bias", "--add-qkv-bias", True)),
     embedding=param_mapping.EMBEDDING,
     layer=QWEN2.layer,
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     extra_layers=MTPLayers("model.mtp_layers.{layer}.", after_decoder=False),
+    toys={
+        "mimo": ToyConfig(
+            "Qwen2ForCausalLM",
+            GROUPED | {"rms_norm_eps": 1e-5} | rope(640000.0),
+            published={
+                "model_type": "mimo",
+                "architectures": ["MiMoForCausalLM"],
+                "attention_bias": True,
+                "num_nextn_predict_layers": 0,
+            },
+            config_code=("configuration_mimo", "MiMoConfig", "Qwen2Config"),
+        )
+    },
 )

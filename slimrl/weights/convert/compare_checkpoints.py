@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimrl.models.families import ModelMapping, ParamMapping, family_for
 from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.torch_dist_reader import StoredTensor, TorchDistCheckpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.reshard import from_shards, hf_shapes, megatron_shape, redundant_head
@@ -76,15 +76,15 @@ def compare_checkpoints(
     FileNotFoundError or ValueError for a folder that is no such checkpoint.
     """
     config = read_hf_config(hf_dir)
-    family, shape = family_for(config), ModelShape.from_hf_config(config)
+    family, spec = family_for(config), ModelSpec.from_hf_config(config)
     checkpoint = TorchDistCheckpoint(input_dir)
     with HfCheckpoint(hf_dir) as origin:
         names = {name for name in origin.names if not name.endswith(NON_PARAMETER_SUFFIXES)}
         on_compared = on_start(sum(math.prod(origin.shape(name)) * origin.dtype(name).itemsize for name in names))
-        comparer = _Comparer(checkpoint, origin, family, shape, on_compared)
+        comparer = _Comparer(checkpoint, origin, family, spec, on_compared)
         unused = checkpoint.sizes
         pairs: list[TensorPair] = []
-        for row, stored in _stored_rows(checkpoint, family, shape):
+        for row, stored in _stored_rows(checkpoint, family, spec):
             unused[stored.key] -= math.prod(stored.shape)
             pairs += comparer.pairs(row, stored)
     unseen = names - {pair.name for pair in pairs}
@@ -98,9 +98,9 @@ def compare_checkpoints(
 
 
 def _stored_rows(
-    checkpoint: TorchDistCheckpoint, family: ModelMapping, shape: ModelShape
+    checkpoint: TorchDistCheckpoint, family: ModelMapping, spec: ModelSpec
 ) -> Iterator[tuple[ParamMapping, StoredTensor]]:
-    for row in family.rows(shape):
+    for row in family.rows(spec):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
         if found is not None:
             yield row, found
@@ -114,20 +114,20 @@ class _Comparer:
         checkpoint: TorchDistCheckpoint,
         origin: HfCheckpoint,
         family: ModelMapping,
-        shape: ModelShape,
+        spec: ModelSpec,
         on_compared: Callable[[int], object],
     ) -> None:
         self._checkpoint = checkpoint
         self._origin = origin
         self._names = set(origin.names)
         self._embedding = family.embedding.hf
-        self._head = redundant_head(origin.names, family, shape)
-        self._shape = shape
+        self._head = redundant_head(origin.names, family, spec)
+        self._spec = spec
         self._on_compared = on_compared
 
     def pairs(self, row: ParamMapping, stored: StoredTensor) -> Iterator[TensorPair]:
         """The tensors of one row, those without a Hugging Face tensor left out."""
-        sizes = hf_shapes(row, self._shape)
+        sizes = hf_shapes(row, self._spec)
         wanted = {part.name: size for part, size in zip(row.hf, sizes, strict=True)}
         if row.hf == self._embedding and self._head is not None:
             wanted[self._head] = sizes[0]
@@ -144,12 +144,12 @@ class _Comparer:
 
     def _fits(self, row: ParamMapping, stored: StoredTensor) -> bool:
         if not row.padded_vocab:
-            return stored.shape == megatron_shape(row, self._shape)
-        padded = dataclasses.replace(self._shape, padded_vocab_size=stored.shape[0])
-        return stored.shape == megatron_shape(row, padded) and stored.shape[0] >= self._shape.vocab_size
+            return stored.shape == megatron_shape(row, self._spec)
+        padded = dataclasses.replace(self._spec, padded_vocab_size=stored.shape[0])
+        return stored.shape == megatron_shape(row, padded) and stored.shape[0] >= self._spec.vocab_size
 
     def _whole(self, row: ParamMapping, stored: StoredTensor) -> dict[str, Tensor]:
-        parts = from_shards(row, [self._checkpoint.read(stored)], self._shape)
+        parts = from_shards(row, [self._checkpoint.read(stored)], self._spec)
         return {part.name: tensor for part, tensor in zip(row.hf, parts, strict=True)}
 
     def _vocabulary(self, stored: StoredTensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slimrl.arguments.checkpoints import RELEASE, TRACKER_NAME
 from slimrl.models.families import ModelMapping, ParamMapping
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.atomic_dir import AtomicDir, check_apart, check_space, partial_path
 from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, Checksums, checksums_text
@@ -40,7 +40,7 @@ from slimrl.weights.reshard import (
 @torch.no_grad()
 def load_hf_checkpoint(
     model: nn.Module | Sequence[nn.Module],
-    shape: ModelShape,
+    spec: ModelSpec,
     family: ModelMapping,
     hf_dir: Path,
     *,
@@ -57,14 +57,14 @@ def load_hf_checkpoint(
     Raises FileNotFoundError for missing files and ValueError for a tensor missing, left over or of another
     shape than the flags describe, naming it.
     """
-    check_tensor_parallel(shape, tp_size, etp_size)
+    check_tensor_parallel(spec, tp_size, etp_size)
     parameters = global_tensors(model)
     with HfCheckpoint(hf_dir) as checkpoint:
-        check_checkpoint(checkpoint, shape, family)
-        for row in progress(_local_rows(family, shape, parameters)):
+        check_checkpoint(checkpoint, spec, family)
+        for row in progress(_local_rows(family, spec, parameters)):
             parts = [checkpoint.tensor(part.name) for part in row.hf]
             rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
-            shard = to_shard(row, parts, shape, rank=rank, size=size)
+            shard = to_shard(row, parts, spec, rank=rank, size=size)
             name = find(row, parameters)
             assert name is not None  # `_local_rows` gives those that are there
             _copy(shard, parameters.pop(name), row)
@@ -75,17 +75,17 @@ def load_hf_checkpoint(
         )
 
 
-def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: ModelMapping) -> None:
+def check_checkpoint(checkpoint: HfCheckpoint, spec: ModelSpec, family: ModelMapping) -> None:
     """Raises ValueError where the stored names, shapes or a redundant head do not fit the family and sizes.
 
     Layers that predict further tokens are left alone: `ModelMapping.carried_prefixes` names them.
     """
     where = str(checkpoint.folder)
     carried = family.carried_prefixes(read_hf_config(checkpoint.folder))
-    check_hf_names(checkpoint.names, family, shape, where, carried)
+    check_hf_names(checkpoint.names, family, spec, where, carried)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
-    check_hf_shapes(shapes, family, shape, where)
-    head = redundant_head(checkpoint.names, family, shape)
+    check_hf_shapes(shapes, family, spec, where)
+    head = redundant_head(checkpoint.names, family, spec)
     if head is not None and not torch.equal(
         checkpoint.tensor(head), checkpoint.tensor(embedding := family.embedding.hf[0].name)
     ):
@@ -95,10 +95,10 @@ def check_checkpoint(checkpoint: HfCheckpoint, shape: ModelShape, family: ModelM
         )
 
 
-def _local_rows(family: ModelMapping, shape: ModelShape, parameters: dict[str, Tensor]) -> list[ParamMapping]:
+def _local_rows(family: ModelMapping, spec: ModelSpec, parameters: dict[str, Tensor]) -> list[ParamMapping]:
     """The rows whose Megatron tensor this rank has; a tied last pipeline stage has the embedding as its head."""
-    rows = [row for row in family.rows(shape) if find(row, parameters) is not None]
-    if shape.tied and find(family.head, parameters) is not None:
+    rows = [row for row in family.rows(spec) if find(row, parameters) is not None]
+    if spec.tied and find(family.head, parameters) is not None:
         rows.append(ParamMapping(family.head.megatron, family.embedding.hf, shard_dim=family.head.shard_dim))
     return rows
 
@@ -118,7 +118,7 @@ _ROWS_BYTES = 16 * 1024**2  # the vocabulary's tables are stored in blocks of ab
 def hf_to_torch_dist(
     hf_dir: Path,
     save_dir: Path,
-    shape: ModelShape,
+    spec: ModelSpec,
     family: ModelMapping,
     blueprint_into: Callable[[Path | None], Blueprint],
     *,
@@ -138,7 +138,7 @@ def hf_to_torch_dist(
     group = group or ConversionGroup()
     check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
     with HfCheckpoint(hf_dir) as checkpoint:
-        check_checkpoint(checkpoint, shape, family)
+        check_checkpoint(checkpoint, spec, family)
         folder = AtomicDir(save_dir, replace=(RELEASE, TRACKER_NAME) if force else ())
         release = partial_path(save_dir) / RELEASE
         try:
@@ -146,7 +146,7 @@ def hf_to_torch_dist(
                 folder.open()
                 release.mkdir()
             blueprint = blueprint_into(release if group.is_rank_zero else None)
-            source = _Source(checkpoint, blueprint, shape, family)
+            source = _Source(checkpoint, blueprint, spec, family)
             blueprint = source.in_rows(blueprint)
             on_written = on_start(blueprint.nbytes)
             with group.joined():
@@ -181,12 +181,12 @@ def _commit(folder: AtomicDir, checksums: Mapping[str, Checksums]) -> None:
 class _Source:
     """The model's weights by their Megatron names, out of the Hugging Face files."""
 
-    def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, shape: ModelShape, family: ModelMapping) -> None:
+    def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, spec: ModelSpec, family: ModelMapping) -> None:
         self._checkpoint = checkpoint
-        self._shape = shape
+        self._spec = spec
         self._rows: dict[str, ParamMapping] = {}
         names = {weight.name for weight in blueprint.weights}
-        for row in family.rows(shape):
+        for row in family.rows(spec):
             name = find(row, names)
             if name is None:
                 raise ValueError(
@@ -209,11 +209,11 @@ class _Source:
 
     def read(self, weight: Weight) -> Tensor:
         """Its values in the dtype they are stored in; a view of the mapped file where nothing changes."""
-        row, shape = self._rows[weight.name], self._shape
+        row, spec = self._rows[weight.name], self._spec
         parts = [self._checkpoint.tensor(part.name) for part in row.hf]
         if weight.rows is not None:
             # rows behind the true vocabulary are padding, as for a table of this run's length
             begin, end = weight.rows
             parts = [part[begin:end] for part in parts]
-            shape = dataclasses.replace(shape, padded_vocab_size=end - begin)
-        return to_shard(row, parts, shape, rank=0, size=1).to(weight.pieces[0].dtype)
+            spec = dataclasses.replace(spec, padded_vocab_size=end - begin)
+        return to_shard(row, parts, spec, rank=0, size=1).to(weight.pieces[0].dtype)

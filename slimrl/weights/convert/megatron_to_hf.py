@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from slimrl.models.families import FAMILIES, ModelMapping, ParamMapping, family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.atomic_dir import AtomicDir, check_apart, partial_path
 from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
@@ -79,15 +79,15 @@ def torch_dist_to_hf(
     check_apart(output_dir, "--output-dir", input_dir, "--input-dir")
     config = read_hf_config(origin_hf_dir)
     family = family_for(config) if model_name is None else family_named(model_name)
-    shape = ModelShape.from_hf_config({**config, "model_type": family.model_type})
+    spec = ModelSpec.from_hf_config({**config, "model_type": family.model_type})
     if block_size(config) is not None:
         del config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for
     if vocab_size is not None:
-        shape = dataclasses.replace(shape, vocab_size=vocab_size)
+        spec = dataclasses.replace(spec, vocab_size=vocab_size)
         config["vocab_size"] = vocab_size
     checkpoint = TorchDistCheckpoint(input_dir)
     with HfCheckpoint(origin_hf_dir) as origin:
-        jobs = _jobs(checkpoint, origin, family, shape, config, add_missing=add_missing)
+        jobs = _jobs(checkpoint, origin, family, spec, config, add_missing=add_missing)
         shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
         beside = companions(Path(origin_hf_dir))
         needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in beside)
@@ -98,7 +98,7 @@ def torch_dist_to_hf(
         with group.joined():
             try:
                 group.run_on_all_ranks(folder.open if group.is_rank_zero else lambda: None)
-                convert = _Conversion(checkpoint, origin, shape, on_written)
+                convert = _Conversion(checkpoint, origin, spec, on_written)
                 group.run_on_all_ranks(lambda: convert.run(jobs, mine, partial_path(output_dir)))
                 if group.is_rank_zero:
                     finish(folder.partial, shards, beside, config)
@@ -128,7 +128,7 @@ def _jobs(
     checkpoint: TorchDistCheckpoint,
     origin: HfCheckpoint,
     family: ModelMapping,
-    shape: ModelShape,
+    spec: ModelSpec,
     config: dict[str, Any],
     *,
     add_missing: bool,
@@ -136,12 +136,12 @@ def _jobs(
     """All there is to write; refuses a checkpoint or an origin of another model before anything is written."""
     carried = family.carried_prefixes(config)
     if not add_missing:
-        check_hf_names(origin.names, family, shape, str(origin.folder), carried)
-    head = redundant_head(origin.names, family, shape)
+        check_hf_names(origin.names, family, spec, str(origin.folder), carried)
+    head = redundant_head(origin.names, family, spec)
     jobs: list[_Job] = []
     named: set[str] = set()
-    for row, stored in _places(checkpoint, family, shape, add_missing=add_missing).items():
-        shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, shape), strict=True))
+    for row, stored in _places(checkpoint, family, spec, add_missing=add_missing).items():
+        shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, spec), strict=True))
         if head is not None and row.hf == family.embedding.hf:
             shapes[head] = next(iter(shapes.values()))
         specs = tuple(TensorSpec(name, origin.dtype(name), size) for name, size in shapes.items())
@@ -154,26 +154,26 @@ def _jobs(
 
 
 def _places(
-    checkpoint: TorchDistCheckpoint, family: ModelMapping, shape: ModelShape, *, add_missing: bool
+    checkpoint: TorchDistCheckpoint, family: ModelMapping, spec: ModelSpec, *, add_missing: bool
 ) -> dict[ParamMapping, StoredTensor | None]:
     """Where each row lies, None for one to be taken from the origin."""
     places: dict[ParamMapping, StoredTensor | None] = {}
     unused = checkpoint.sizes
-    for row in family.rows(shape):
+    for row in family.rows(spec):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
         places[row] = found
         if found is None and not add_missing:
             raise ValueError(
                 f"{checkpoint.folder} lacks {row.megatron[0]}, which the {family.model_type} model in --origin-hf-dir"
-                f" ({shape.num_layers} layers) has: give the origin that the checkpoint was converted from, or"
+                f" ({spec.num_layers} layers) has: give the origin that the checkpoint was converted from, or"
                 " --add-missing-from-origin-hf to take such tensors from it"
             )
         if found is None:
             continue
-        wanted = megatron_shape(row, dataclasses.replace(shape, padded_vocab_size=found.shape[0]))
-        too_few = row.padded_vocab and found.shape[0] < shape.vocab_size
+        wanted = megatron_shape(row, dataclasses.replace(spec, padded_vocab_size=found.shape[0]))
+        too_few = row.padded_vocab and found.shape[0] < spec.vocab_size
         if found.shape != wanted or too_few:
-            rows = f"at least {shape.vocab_size} rows" if too_few else f"shape {list(wanted)}"
+            rows = f"at least {spec.vocab_size} rows" if too_few else f"shape {list(wanted)}"
             raise ValueError(
                 f"{checkpoint.folder}: {row.megatron[0]} has shape {list(found.shape)} but --origin-hf-dir"
                 f"{' (or --vocab-size)' if row.padded_vocab else ''} asks for {rows}: give the matching origin"
@@ -184,7 +184,7 @@ def _places(
         unused[found.key] -= elements
     if left_over := [key for key, elements in unused.items() if elements]:
         raise ValueError(
-            f"{checkpoint.folder} holds {listed(left_over)} beyond the {family.model_type} model of {shape.num_layers}"
+            f"{checkpoint.folder} holds {listed(left_over)} beyond the {family.model_type} model of {spec.num_layers}"
             " layers in --origin-hf-dir: give the origin that the checkpoint was converted from"
         )
     return places
@@ -197,12 +197,12 @@ class _Conversion:
         self,
         checkpoint: TorchDistCheckpoint,
         origin: HfCheckpoint,
-        shape: ModelShape,
+        spec: ModelSpec,
         on_written: Callable[[int], object],
     ) -> None:
         self._checkpoint = checkpoint
         self._origin = origin
-        self._shape = shape
+        self._spec = spec
         self._on_written = on_written
         self._stopped = threading.Event()
 
@@ -250,7 +250,7 @@ class _Conversion:
             tensors = [self._checkpoint.read(job.stored, rows, scratch.empty)] * len(job.specs)
         else:
             # a checkpoint holds what one tensor-parallel rank of one would have
-            tensors = from_shards(job.row, [self._checkpoint.read(job.stored, None, scratch.empty)], self._shape)
+            tensors = from_shards(job.row, [self._checkpoint.read(job.stored, None, scratch.empty)], self._spec)
         for spec, tensor in zip(job.specs, tensors, strict=True):
             if spec.name in writer:
                 self._on_written(writer.write(spec.name, tensor, first_row=rows.start if rows is not None else 0))
@@ -262,7 +262,7 @@ class HfPlan:
     def __init__(
         self,
         origin_hf_dir: Path,
-        shape: ModelShape,
+        spec: ModelSpec,
         family: ModelMapping,
         *,
         rank: int = 0,
@@ -275,11 +275,11 @@ class HfPlan:
         self.beside = companions(self.origin)
         with HfCheckpoint(self.origin) as stored:
             carried = family.carried_prefixes(self.config)
-            check_hf_names(stored.names, family, shape, str(self.origin), carried)
-            head = redundant_head(stored.names, family, shape)
+            check_hf_names(stored.names, family, spec, str(self.origin), carried)
+            head = redundant_head(stored.names, family, spec)
             shapes: dict[str, tuple[int, ...]] = {}
-            for row in family.rows(shape):
-                shapes |= dict(zip([part.name for part in row.hf], hf_shapes(row, shape), strict=True))
+            for row in family.rows(spec):
+                shapes |= dict(zip([part.name for part in row.hf], hf_shapes(row, spec), strict=True))
             self.twice = {} if head is None else {family.embedding.hf[0].name: head}  # tied, and stored all the same
             shapes |= {copy: shapes[name] for name, copy in self.twice.items()}
             self.carried = [name for name in stored.names if name not in shapes and name.startswith(carried)]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.reshard import find, from_shards, global_tensors, listed, local_shape
 from slimrl.weights.update.buckets import ReusedBuffer
 
@@ -104,7 +104,7 @@ class _Place:
 @torch.no_grad()
 def iter_hf_tensors(
     model: nn.Module | Sequence[nn.Module],
-    shape: ModelShape,
+    spec: ModelSpec,
     family: ModelMapping,
     tp_group: Group = None,
     *,
@@ -123,8 +123,8 @@ def iter_hf_tensors(
     """
     tensors = global_tensors(model)
     places = _places(tensors, pp_group, ep_group)
-    rows = [(row, find(row, places)) for row in family.rows(shape)]
-    _check_complete(rows, places, shape, family)
+    rows = [(row, find(row, places)) for row in family.rows(spec)]
+    _check_complete(rows, places, spec, family)
     device = next(iter(tensors.values())).device
     needs = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)
     memory, parts = ReusedBuffer(device), _RowMemory(device)
@@ -134,7 +134,7 @@ def iter_hf_tensors(
         size = group.size() if group is not None and row.shard_dim is not None else 1
         local = tensors.get(name)
         if local is None:
-            local = torch.empty(local_shape(row, shape, size=size), dtype=places[name].dtype, device=device)
+            local = torch.empty(local_shape(row, spec, size=size), dtype=places[name].dtype, device=device)
         local = local.detach()
         _bring(local, places[name], needs, pp_group, ep_group)
         shards = _gather(local, group, size, needs, memory)
@@ -143,7 +143,7 @@ def iter_hf_tensors(
         if row.layout is Layout.PLAIN and row.shard_dim == 0:
             shards = shards.flatten(0, 1).unsqueeze(0)  # they lie in memory as the whole tensor does
         parts.begin(shards)
-        for part, tensor in zip(row.hf, from_shards(row, list(shards), shape, parts.empty), strict=True):
+        for part, tensor in zip(row.hf, from_shards(row, list(shards), spec, parts.empty), strict=True):
             yield part.name, tensor
 
 
@@ -162,7 +162,7 @@ def _places(tensors: dict[str, Tensor], pp_group: Group, ep_group: Group) -> dic
 
 
 def _check_complete(
-    rows: list[tuple[ParamMapping, str | None]], places: dict[str, _Place], shape: ModelShape, family: ModelMapping
+    rows: list[tuple[ParamMapping, str | None]], places: dict[str, _Place], spec: ModelSpec, family: ModelMapping
 ) -> None:
     if missing := [row.megatron[0] for row, name in rows if name is None]:
         raise ValueError(
@@ -170,7 +170,7 @@ def _check_complete(
             " flags, or holds only one of several pipeline stages"
         )
     left_over = set(places) - {name for _, name in rows}
-    if shape.tied:
+    if spec.tied:
         left_over -= set(family.head.megatron)
     if left_over:
         raise ValueError(

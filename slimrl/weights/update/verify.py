@@ -22,14 +22,13 @@ from torch import Tensor
 
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.reshard import hf_shapes, listed
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.engine_control import WeightSyncError
 
 VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
 HOST_FFN_MULTIPLE = 32  # on the CPU it pads each rank's part of the inner width of every MLP, too
-FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # model types whose router the engine keeps in float32
 FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
 
 
@@ -58,16 +57,16 @@ class EngineTensor:
         return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
-def engine_tensor(row: ParamMapping, shape: ModelShape, model_type: str) -> EngineTensor:
+def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> EngineTensor:
     """Where the engine keeps a row's tensors."""
     name = row.hf[0].name
-    if name.endswith(".mlp.gate.weight") and model_type in FLOAT32_ROUTERS:
+    if name.endswith(".mlp.gate.weight") and family.float32_router:
         return EngineTensor(name, dtype=torch.float32)
     if row.expert is not None:
         module, _, projection = name.partition(f".experts.{row.expert}.")
         matrix = "w2_weight" if projection.startswith("down_proj") else "w13_weight"
-        return EngineTensor(f"{module}.experts.{matrix}", shape.num_experts, stacked=True)
-    if shape.has("query_latent"):
+        return EngineTensor(f"{module}.experts.{matrix}", spec.num_experts, stacked=True)
+    if spec.has("query_latent"):
         for part in (".q_a_proj.", ".kv_a_proj_with_mqa."):
             if part in name:
                 return EngineTensor(name.replace(part, ".fused_qkv_a_proj_with_mqa."), rows=2)
@@ -78,7 +77,7 @@ def engine_tensor(row: ParamMapping, shape: ModelShape, model_type: str) -> Engi
     return EngineTensor(name)
 
 
-def engine_shard(row: ParamMapping, parts: list[Tensor], shape: ModelShape, layout: EngineLayout, rank: int) -> Tensor:
+def engine_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, layout: EngineLayout, rank: int) -> Tensor:
     """The row's tensor on engine rank `rank`: its parts one after another, each padded and divided among the ranks.
 
     Padding is with zeros. Key and value heads are repeated where there are fewer than ranks.
@@ -88,9 +87,9 @@ def engine_shard(row: ParamMapping, parts: list[Tensor], shape: ModelShape, layo
         described, parts = [("ffn", *described[0][1:])] * 2, list(parts[0].chunk(2))
     shards = []
     for part, dims in zip(parts, described, strict=True):
-        copies = max(1, layout.size // shape.num_query_groups) if dims[0] == "keys" else 1
+        copies = max(1, layout.size // spec.num_query_groups) if dims[0] == "keys" else 1
         for dim, name in enumerate(dims):
-            part = _padded(part, dim, _padded_length(name, part.shape[dim], row, shape, layout))
+            part = _padded(part, dim, _padded_length(name, part.shape[dim], row, spec, layout))
         if row.shard_dim is not None:
             length = part.shape[row.shard_dim] * copies // layout.size
             part = part.narrow(row.shard_dim, rank // copies * length, length)
@@ -98,7 +97,7 @@ def engine_shard(row: ParamMapping, parts: list[Tensor], shape: ModelShape, layo
     return torch.cat(shards)
 
 
-def _padded_length(dimension: str, length: int, row: ParamMapping, shape: ModelShape, layout: EngineLayout) -> int:
+def _padded_length(dimension: str, length: int, row: ParamMapping, spec: ModelSpec, layout: EngineLayout) -> int:
     """What the engine makes of a dimension's `length`."""
     if dimension == "vocab":
         padded = _rounded_up(length, VOCAB_MULTIPLE)
@@ -106,10 +105,10 @@ def _padded_length(dimension: str, length: int, row: ParamMapping, shape: ModelS
     if dimension not in FFN_WIDTHS or not layout.on_host:
         return length
     multiple = HOST_FFN_MULTIPLE * layout.size
-    if ".shared_experts." in row.hf[0].name:
+    if spec.experts is not None and ".shared_experts." in row.hf[0].name:
         # so many experts of the routed ones' width, which is rounded up before it is multiplied
-        experts = shape.shared_ffn_hidden_size // shape.moe_ffn_hidden_size
-        return experts * _rounded_up(shape.moe_ffn_hidden_size, multiple)
+        routed = spec.experts.ffn_hidden_size
+        return spec.experts.shared_ffn_hidden_size // routed * _rounded_up(routed, multiple)
     return _rounded_up(length, multiple)
 
 
@@ -194,7 +193,7 @@ Checksums = dict[str, str]
 
 def expected_checksums(
     named_tensors: Iterable[tuple[str, Tensor]],
-    shape: ModelShape,
+    spec: ModelSpec,
     family: ModelMapping,
     engine_sizes: Iterable[int],
     *,
@@ -209,14 +208,14 @@ def expected_checksums(
     # what is there of tensors that several rows make up, by (name, size, rank)
     waiting: dict[tuple[str, int, int], list[Tensor]] = {}
     tensors = iter(named_tensors)
-    for row in family.rows(shape):
+    for row in family.rows(spec):
         parts = [next(tensors)[1].clone() for _ in row.hf]
-        target = engine_tensor(row, shape, family.model_type)
+        target = engine_tensor(row, spec, family)
         for size, ranks in expected.items():
             layout = EngineLayout(size, on_host)
             for rank, checksums in enumerate(ranks):
                 shards = waiting.setdefault((target.name, size, rank), [])
-                shards.append(engine_shard(row, parts, shape, layout, rank))
+                shards.append(engine_shard(row, parts, spec, layout, rank))
                 if len(shards) == target.rows:
                     checksums[target.name] = checksum(target.join(waiting.pop((target.name, size, rank))))
     if (extra := next(tensors, None)) is not None:
@@ -250,12 +249,12 @@ def check_server(url: str, reported: list[dict[str, Any]], expected: list[Checks
 class Manifest:
     """All tensors of one weight update, ticked off bucket by bucket."""
 
-    def __init__(self, family: ModelMapping, shape: ModelShape) -> None:
+    def __init__(self, family: ModelMapping, spec: ModelSpec) -> None:
         self._model_type = family.model_type
         self._awaited = iter(
             (part.name, dims)
-            for row in family.rows(shape)
-            for part, dims in zip(row.hf, hf_shapes(row, shape), strict=True)
+            for row in family.rows(spec)
+            for part, dims in zip(row.hf, hf_shapes(row, spec), strict=True)
         )
 
     def check_off(self, bucket: Bucket) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slimrl.engines.sglang.control import RunningRequests
 from slimrl.engines.sglang.control import ServerControl as SglangServerControl
 from slimrl.models.families import ModelMapping, family_for
-from slimrl.models.model_spec import ModelShape
+from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
@@ -75,7 +75,7 @@ class WeightUpdateReport:
 class ModelSource:
     """What the updater must know of the model besides its tensors."""
 
-    shape: ModelShape
+    spec: ModelSpec
     family: ModelMapping
     parallel: RankGroups
 
@@ -123,7 +123,7 @@ class WeightUpdater:
         timeline: Timeline | None = None,
     ) -> WeightUpdater:
         """The updater that the flags ask for: shared memory with --colocate, else broadcast, or files."""
-        source = ModelSource(ModelShape.from_args(args), family_for(read_hf_config(Path(args.hf_checkpoint))), parallel)
+        source = ModelSource(ModelSpec.from_args(args), family_for(read_hf_config(Path(args.hf_checkpoint))), parallel)
         bucket_bytes = args.update_weight_buffer_size
         if args.update_weight_transport == "disk":
             assert args.update_weight_disk_dir is not None
@@ -334,9 +334,9 @@ class WeightUpdater:
 
     def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
         num_bytes = buckets = 0
-        family, shape = self._source.family, self._source.shape
-        lanes, manifest = TransportGroup(self._transports), Manifest(family, shape)
-        together = family.names_with_next(shape)
+        family, spec = self._source.family, self._source.spec
+        lanes, manifest = TransportGroup(self._transports), Manifest(family, spec)
+        together = family.names_with_next(spec)
         for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer, together):
             num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
             manifest.check_off(bucket)
@@ -357,7 +357,7 @@ class WeightUpdater:
                 pass
             return
         on_host = source.parallel.device.type == "cpu"
-        expected = expected_checksums(tensors, source.shape, source.family, self._engine_sizes, on_host=on_host)
+        expected = expected_checksums(tensors, source.spec, source.family, self._engine_sizes, on_host=on_host)
         reports = on_all(self._servers, lambda server: server.weights_checksum(), "computing checksums")
         wrong = []
         for server, size, report in zip(self._servers, self._engine_sizes, reports, strict=True):
@@ -370,10 +370,10 @@ class WeightUpdater:
 
     def _export(self, model: nn.Module | Sequence[nn.Module], receivers: set[int]) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of the whole model on the `receivers`; collective over this rank's partners."""
-        shape, family, parallel = self._source.shape, self._source.family, self._source.parallel
+        spec, family, parallel = self._source.spec, self._source.family, self._source.parallel
         return iter_hf_tensors(
             model,
-            shape,
+            spec,
             family,
             parallel.tp_group,
             pp_group=parallel.pp_group,

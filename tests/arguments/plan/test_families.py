@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from slimrl.arguments import read_args
 from slimrl.models.hf_folder import read_hf_files
-from slimrl.models.model_spec import shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import selection_biases, total_parameters
 from tests.families.toys import TOYS
 
@@ -17,8 +17,8 @@ def test_flags_and_files_have_the_same_number_of_weights(name, tmp_path):
     toy = TOYS[name]
     toy.save(tmp_path, shards=2, dtype="bf16", tokenizer=False)
     args, _ = read_args(list(toy.flags), entry="tools/convert_hf_to_torch_dist.py")
-    shape = shape_of(args)
-    files = read_hf_files(tmp_path, layers=shape.layers, tied=shape.tied)
+    shape = ModelSpec.from_args(args)
+    files = read_hf_files(tmp_path, layers=shape.num_layers, tied=shape.tied)
     assert files.files >= 2
     assert files.missing == ()
     assert files.elements == total_parameters(shape) + selection_biases(shape)

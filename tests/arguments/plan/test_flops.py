@@ -4,21 +4,21 @@ import dataclasses
 
 import pytest
 
-from slimrl.models.model_spec import Experts, LatentAttention, Shape
+from slimrl.models.model_spec import Experts, LatentAttention, ModelSpec
 from slimrl.models.parameters import forward_flops
 
 LENGTH = 24
-QWEN3_4B = Shape(
-    hidden=2560,
-    ffn=9728,
-    heads=32,
-    groups=8,
-    head_width=128,
-    vocab=151936,
-    padded_vocab=151936,
+QWEN3_4B = ModelSpec(
+    hidden_size=2560,
+    ffn_hidden_size=9728,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=151936,
+    padded_vocab_size=151936,
     tied=True,
     gated=True,
-    qk_norm=True,
+    qk_layernorm=True,
     linear_bias=False,
     qkv_bias=False,
     norm_bias=False,
@@ -26,9 +26,16 @@ QWEN3_4B = Shape(
     moe_layers=(False,) * 36,
 )
 TOY = dataclasses.replace(
-    QWEN3_4B, hidden=32, ffn=48, heads=4, groups=2, head_width=16, vocab=64, moe_layers=(False,) * 3
+    QWEN3_4B,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=64,
+    moe_layers=(False,) * 3,
 )
-EXPERTS = Experts(number=8, top_k=3, width=24, shared_width=0, shared_gate=False, selection_bias=False)
+EXPERTS = Experts(number=8, top_k=3, ffn_hidden_size=24)
 
 
 def counted(model) -> int:
@@ -41,20 +48,20 @@ def counted(model) -> int:
     return counter.get_total_flops()
 
 
-def beyond_the_diagonal(shape: Shape, widths: int) -> int:
+def beyond_the_diagonal(shape: ModelSpec, widths: int) -> int:
     """transformers' eager attention multiplies whole squares; the part above the diagonal is not needed."""
-    return 2 * shape.layers * shape.heads * widths * (LENGTH**2 - LENGTH * (LENGTH + 1) // 2)
+    return 2 * shape.num_layers * shape.num_attention_heads * widths * (LENGTH**2 - LENGTH * (LENGTH + 1) // 2)
 
 
-def small(shape: Shape) -> dict:
+def small(shape: ModelSpec) -> dict:
     return {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.groups,
-        "head_dim": shape.head_width,
-        "num_hidden_layers": shape.layers,
-        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "head_dim": shape.kv_channels,
+        "num_hidden_layers": shape.num_layers,
+        "vocab_size": shape.vocab_size,
         "attn_implementation": "eager",
     }
 
@@ -62,26 +69,26 @@ def small(shape: Shape) -> dict:
 def test_a_dense_model_whose_heads_are_wider_than_its_hidden_size():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    assert TOY.heads * TOY.head_width == 2 * TOY.hidden
+    assert TOY.num_attention_heads * TOY.kv_channels == 2 * TOY.hidden_size
     model = Qwen3ForCausalLM(Qwen3Config(**small(TOY)))
-    rotary = 2 * (TOY.head_width // 2) * LENGTH  # its angles are a matrix product there
-    expected = counted(model) - beyond_the_diagonal(TOY, 2 * TOY.head_width) - rotary
+    rotary = 2 * (TOY.kv_channels // 2) * LENGTH  # its angles are a matrix product there
+    expected = counted(model) - beyond_the_diagonal(TOY, 2 * TOY.kv_channels) - rotary
     assert forward_flops(TOY, [LENGTH], LENGTH) == expected
 
 
 def test_latent_attention():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    latent = LatentAttention(q_rank=12, kv_rank=16, qk_width=8, rotary_width=4, v_width=6)
+    latent = LatentAttention(q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
     shape = dataclasses.replace(TOY, latent=latent)
     config = DeepseekV3Config(
-        **{**small(shape), "head_dim": 4, "num_key_value_heads": shape.heads},
+        **{**small(shape), "head_dim": 4, "num_key_value_heads": shape.num_attention_heads},
         q_lora_rank=12,
         kv_lora_rank=16,
         qk_nope_head_dim=8,
         qk_rope_head_dim=4,
         v_head_dim=6,
-        first_k_dense_replace=shape.layers,
+        first_k_dense_replace=shape.num_layers,
     )
     rotary = 2 * (4 // 2) * LENGTH
     expected = counted(DeepseekV3ForCausalLM(config)) - beyond_the_diagonal(shape, 8 + 4 + 6) - rotary
@@ -93,7 +100,7 @@ def test_experts_count_as_often_as_tokens_are_sent_to_them():
     router, expert, dense = 32 * 8, 3 * 32 * 24, 3 * 32 * 48
     saved = 2 * (router + 3 * expert - dense)
     assert forward_flops(moe, [LENGTH], 0) - forward_flops(TOY, [LENGTH], 0) == 2 * LENGTH * saved
-    shared = dataclasses.replace(EXPERTS, shared_width=40, shared_gate=True)
+    shared = dataclasses.replace(EXPERTS, shared_ffn_hidden_size=40, shared_gate=True)
     more = 2 * LENGTH * 2 * (3 * 32 * 40 + 32)
     with_shared = dataclasses.replace(moe, experts=shared)
     assert forward_flops(with_shared, [LENGTH], 0) - forward_flops(moe, [LENGTH], 0) == more
@@ -108,7 +115,7 @@ def test_qwen3_4b_by_hand():
 
 @pytest.mark.parametrize("lengths", [[5, 3], [8]])
 def test_sequences_see_only_themselves(lengths):
-    attention = 2 * TOY.heads * 2 * TOY.head_width * TOY.layers
+    attention = 2 * TOY.num_attention_heads * 2 * TOY.kv_channels * TOY.num_layers
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     linear = forward_flops(TOY, [1] * 8, 0) - 8 * attention
     assert forward_flops(TOY, lengths, 0) == linear + attention * pairs

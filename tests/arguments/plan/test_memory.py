@@ -5,7 +5,7 @@ import pytest
 from slimrl.arguments.dry_run import estimate
 from slimrl.arguments.dry_run.memory import EngineSettings, cache_elements_per_token, engine_memory
 from slimrl.models.activations import Setting, layer_bytes, layer_parts, output_bytes, piece_columns, saved_bytes
-from slimrl.models.model_spec import Shape, shape_of
+from slimrl.models.model_spec import ModelSpec
 from tests.arguments.plan.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
 
 GPU = 2_011_495_936  # parameters of Qwen3-4B on one of two tensor parallel GPUs: see test_parameters
@@ -94,17 +94,17 @@ def test_a_layer_keeps_what_korthikanti_et_al_count_less_scores_and_dropout():
 
 
 def gpt(hidden, heads):
-    return Shape(
-        hidden=hidden,
-        ffn=4 * hidden,
-        heads=heads,
-        groups=heads,
-        head_width=hidden // heads,
-        vocab=1000,
-        padded_vocab=1024,
+    return ModelSpec(
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        kv_channels=hidden // heads,
+        vocab_size=1000,
+        padded_vocab_size=1024,
         tied=True,
         gated=False,
-        qk_norm=False,
+        qk_layernorm=False,
         linear_bias=True,
         qkv_bias=True,
         norm_bias=True,
@@ -125,13 +125,13 @@ def test_qwen3_4b_keeps_so_many_bytes_per_token_and_layer():
     # 16-bit elements: 4 x 2560 around the norms; q and result 2 x 4096, k and v 2 x 1024, q and k before their norm
     # 5120; gate, up and product 3 x 9728; float32 sums of 32 heads
     per_token = 2 * (4 * 2560 + 2 * 4096 + 2 * 1024 + 5120 + 3 * 9728) + 4 * 32
-    shape = shape_of(flags(QWEN3_4B))
+    shape = ModelSpec.from_args(flags(QWEN3_4B))
     assert layer_bytes(shape, Setting(tokens=1, element=2), moe=False) == per_token
     assert layer_bytes(shape, Setting(tokens=1, element=2, fused=False), moe=False) == per_token + 2 * 9728
 
 
 def test_full_recomputation_keeps_the_layers_inputs():
-    shape = shape_of(flags(QWEN3_4B))
+    shape = ModelSpec.from_args(flags(QWEN3_4B))
     one = 100 * 2560 * 2
 
     def kept(**more):
@@ -145,7 +145,7 @@ def test_full_recomputation_keeps_the_layers_inputs():
 
 
 def test_selective_recomputation_drops_the_named_modules():
-    shape = shape_of(flags(QWEN3_30B_A3B))
+    shape = ModelSpec.from_args(flags(QWEN3_30B_A3B))
     setting = Setting(tokens=8, element=2, granularity="selective", modules=("moe_act", "layernorm"))
     parts = layer_parts(shape, setting, moe=True)
     assert parts["moe_act"] == 8 * 8 * 768 * 2  # 8 tokens, 8 experts each, one product per expert
@@ -155,7 +155,7 @@ def test_selective_recomputation_drops_the_named_modules():
 
 
 def test_experts_keep_a_copy_of_each_token_per_expert_it_is_sent_to():
-    shape = shape_of(flags(DEEPSEEK_V3))
+    shape = ModelSpec.from_args(flags(DEEPSEEK_V3))
     parts = layer_parts(shape, Setting(tokens=1, element=2), moe=True)
     assert parts["moe"] == 2 * 4 * 256 + 8 * (7168 + 2 * 2048) * 2
     assert parts["shared_experts"] == 3 * 2048 * 2
@@ -175,7 +175,7 @@ def test_few_micro_batches_fill_no_pipeline():
 
 
 def test_an_output_layer_in_pieces_counts_one_of_them_and_its_gradients():
-    shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
+    shape = ModelSpec.from_args(flags(QWEN3_4B, tensor_model_parallel_size=2))
     setting = Setting(tokens=9216, element=2, tensor=2)
     weight_gradient, hidden = 76032 * 2560 * 2, 9216 * 2560 * (4 + 2 + 2)
     # 1/16 x 2 / (2 + 8) of 76,032 columns, down to a multiple of 64
@@ -187,7 +187,7 @@ def test_an_output_layer_in_pieces_counts_one_of_them_and_its_gradients():
 
 
 def test_logits_that_are_kept_count_three_copies_and_two_float32_buffers_of_a_chunk():
-    shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
+    shape = ModelSpec.from_args(flags(QWEN3_4B, tensor_model_parallel_size=2))
     setting = Setting(tokens=9216, element=2, tensor=2)
     weight_gradient = 76032 * 2560 * 2
     kept = 76032 * 9216 * 3 * 2
@@ -212,16 +212,16 @@ def test_the_peak_has_the_loss_or_a_layers_backward_pass():
 
 
 def test_keys_and_values_take_what_each_layer_keeps_of_a_token():
-    shape = shape_of(flags(QWEN3_4B))
+    shape = ModelSpec.from_args(flags(QWEN3_4B))
     assert cache_elements_per_token(shape, 1) == 36 * 2 * 8 * 128
     assert cache_elements_per_token(shape, 2) == 36 * 2 * 4 * 128
     assert cache_elements_per_token(shape, 16) == 36 * 2 * 1 * 128  # a head is held twice
     assert cache_elements_per_token(shape, 4, stages=2) == 18 * 2 * 4 * 128
-    assert cache_elements_per_token(shape_of(flags(DEEPSEEK_V3)), 8) == 61 * 576
+    assert cache_elements_per_token(ModelSpec.from_args(flags(DEEPSEEK_V3)), 8) == 61 * 576
 
 
 def test_the_cache_takes_what_the_engines_part_of_a_gpu_leaves():
-    shape = shape_of(flags(QWEN3_4B))
+    shape = ModelSpec.from_args(flags(QWEN3_4B))
     memory = engine_memory(shape, EngineSettings(fraction=0.5), 1, 80 * 2**30)
     assert memory.weights == 2 * 4_022_468_096
     assert memory.cache_per_token == 147_456

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.models.model_spec import shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import (
     Split,
     active_parameters,
@@ -23,19 +23,19 @@ MODELS = Path(__file__).resolve().parents[3] / "scripts" / "models"
 
 
 def test_qwen3_4b_has_the_elements_of_its_safetensors_files():
-    shape = shape_of(flags(QWEN3_4B))
+    shape = ModelSpec.from_args(flags(QWEN3_4B))
     assert total_parameters(shape) == 4_022_468_096
     assert active_parameters(shape) == 4_022_468_096
 
 
 def test_qwen3_30b_a3b_has_30_5_billion_parameters_and_3_3_for_a_token():
-    shape = shape_of(flags(QWEN3_30B_A3B))
+    shape = ModelSpec.from_args(flags(QWEN3_30B_A3B))
     assert total_parameters(shape) == 30_532_122_624
     assert active_parameters(shape) == pytest.approx(3.35e9, rel=0.002)
 
 
 def test_deepseek_v3_has_671_billion_parameters_and_37_for_a_token():
-    shape = shape_of(flags(DEEPSEEK_V3))
+    shape = ModelSpec.from_args(flags(DEEPSEEK_V3))
     hidden, experts = 7168, 256
     attention = (
         hidden * 1536 + 1536 + 1536 * 128 * 192 + hidden * 576 + 512 + 512 * 128 * 256 + 128 * 128 * hidden + 2 * hidden
@@ -59,18 +59,18 @@ def test_a_model_script_has_as_many_parameters_as_an_independent_count(name):
         timeout=10,
     )
     args, _ = read_args(line.stdout.split("\n")[:-1], entry="tools/convert_hf_to_torch_dist.py")
-    assert total_parameters(shape_of(args)) == parameters(args)[0]
+    assert total_parameters(ModelSpec.from_args(args)) == parameters(args)[0]
 
 
 def test_tensor_parallelism_divides_matrices_and_the_padded_vocabulary_but_no_norm():
-    shape = shape_of(flags(QWEN3_4B, tensor_model_parallel_size=2))
+    shape = ModelSpec.from_args(flags(QWEN3_4B, tensor_model_parallel_size=2))
     layer = ((32 + 2 * 8) * 128 * 2560 + 32 * 128 * 2560 + 3 * 9728 * 2560) // 2 + 2 * 2560 + 2 * 128
     gpu = stage_weights(shape, Split(tp=2), range(36), first=True, last=True)
     assert gpu.total == 36 * layer + 152064 // 2 * 2560 + 2560 == 2_011_495_936
 
 
 def test_expert_parallelism_divides_the_experts_alone():
-    shape = shape_of(flags(QWEN3_30B_A3B))
+    shape = ModelSpec.from_args(flags(QWEN3_30B_A3B))
     whole = stage_weights(shape, Split(), range(48), first=True, last=True)
     part = stage_weights(shape, Split(ep=8), range(48), first=True, last=True)
     finer = stage_weights(shape, Split(ep=8, etp=2), range(48), first=True, last=True)
@@ -82,7 +82,7 @@ def test_expert_parallelism_divides_the_experts_alone():
 
 def test_pipeline_stages_hold_every_weight_once_and_a_tied_embedding_twice():
     for tied in (True, False):
-        shape = shape_of(flags(QWEN3_4B, untie_embeddings_and_output_weights=not tied))
+        shape = ModelSpec.from_args(flags(QWEN3_4B, untie_embeddings_and_output_weights=not tied))
         stages = [range(0, 10), range(10, 26), range(26, 36)]
         counts = [
             stage_weights(shape, Split(), layers, first=layers[0] == 0, last=layers[-1] == 35).total
@@ -93,7 +93,7 @@ def test_pipeline_stages_hold_every_weight_once_and_a_tied_embedding_twice():
 
 
 def test_latent_projections_are_whole_on_every_tensor_parallel_gpu():
-    shape = shape_of(flags(DEEPSEEK_V3))
+    shape = ModelSpec.from_args(flags(DEEPSEEK_V3))
     one, two = (sum(stage_weights(shape, Split(tp=tp), range(1), first=False, last=False).dense) for tp in (1, 2))
     whole = 7168 * 1536 + 1536 + 7168 * 576 + 512 + 2 * 7168
     assert two - whole == (one - whole) // 2
@@ -101,13 +101,13 @@ def test_latent_projections_are_whole_on_every_tensor_parallel_gpu():
 
 def test_biases_shared_gates_and_post_norms_are_counted():
     base = flags(QWEN3_30B_A3B, num_layers=1)
-    plain = total_parameters(shape_of(base))
+    plain = total_parameters(ModelSpec.from_args(base))
     gated = flags(QWEN3_30B_A3B, num_layers=1, moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True)
-    assert total_parameters(shape_of(gated)) - plain == 3 * 2048 * 64 + 2048
+    assert total_parameters(ModelSpec.from_args(gated)) - plain == 3 * 2048 * 64 + 2048
     normed = flags(QWEN3_30B_A3B, num_layers=1, post_self_attn_layernorm=True, post_mlp_layernorm=True)
-    assert total_parameters(shape_of(normed)) - plain == 2 * 2048
+    assert total_parameters(ModelSpec.from_args(normed)) - plain == 2 * 2048
     biased = flags(QWEN3_30B_A3B, num_layers=1, add_qkv_bias=True)
-    assert total_parameters(shape_of(biased)) - plain == (32 + 2 * 4) * 128
+    assert total_parameters(ModelSpec.from_args(biased)) - plain == (32 + 2 * 4) * 128
 
 
 def test_the_buffer_of_a_distributed_optimizer_is_padded_as_megatron_pads_it():

@@ -8,7 +8,7 @@ import pytest
 
 from slimrl.arguments.dry_run.memory import estimate
 from slimrl.arguments.layout import stage_layers
-from slimrl.models.model_spec import shape_of
+from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import Split, stage_weights
 from tests.arguments.plan.held import held_bytes
 from tests.megatron.launch import RankPool
@@ -77,7 +77,7 @@ def test_weights_gradients_and_optimizer_state_are_the_bytes_a_rank_holds(held, 
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_tensor_has_the_size_that_is_counted(held, name):
     args = case_args(name)
-    shape, stages = shape_of(args), stage_layers(args)
+    shape, stages = ModelSpec.from_args(args), stage_layers(args)
     split = Split(args.tensor_model_parallel_size, 1, args.expert_model_parallel_size)
     for rank, one in enumerate(held[name]):
         number = rank if len(stages) > 1 else 0
