@@ -73,7 +73,8 @@ class BuiltInReward:
 def load(path: str) -> Callable[..., Any]:
     """The function that "module:function" names."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def reward_of(rm_type: str) -> BuiltInReward | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from slimrl.arguments.engines import TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, RM_TYPES
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, EvalDataset
 from slimrl.arguments.validation.rule import Context
 from slimrl.data.reward_table import BuiltInReward, GradedBy, reward_of
 
@@ -168,7 +168,7 @@ def reward_service_has_an_address(args: Arguments, context: Context) -> Iterator
     if args.rm_model is not None:
         return  # the address of the reward model's server
     if args.rm_url is None:
-        asking = _judged_by(args, GradedBy.SERVICE)
+        asking = _graded_by(args, GradedBy.SERVICE)
         if asking:
             yield Problem(
                 "--rm-url", f"{asking[0]} asks a reward service: give its address, --rm-url http://host:port/..."
@@ -180,7 +180,7 @@ def reward_service_has_an_address(args: Arguments, context: Context) -> Iterator
 def reward_model_can_be_asked(args: Arguments, context: Context) -> Iterator[Problem]:
     """reward_model has a model that gives one number and reads whole samples; the flags about it have one too."""
     if args.rm_model is None:
-        asking = _judged_by(args, GradedBy.REWARD_MODEL)
+        asking = _graded_by(args, GradedBy.REWARD_MODEL)
         if asking:
             yield Problem("--rm-model", f"{asking[0]} asks a reward model: give its folder, --rm-model.")
         for flag in sorted({"rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_options", "rm_input"} & context.given):
@@ -189,7 +189,7 @@ def reward_model_can_be_asked(args: Arguments, context: Context) -> Iterator[Pro
                 spelled, f"{spelled} is about the reward model, and there is none: give --rm-model, or leave it out."
             )
         return
-    asking = _judged_by(args, GradedBy.SERVICE)
+    asking = _graded_by(args, GradedBy.SERVICE)
     if asking:
         yield Problem(
             "--rm-model",
@@ -237,14 +237,14 @@ def dict_rewards_have_a_key(args: Arguments, context: Context) -> Iterator[Probl
             yield Problem(flag, f"{name} gives a dict with {entries}: give {flag} {row.entries[0]}.")
 
 
-def _judged_by(args: Arguments, by: GradedBy) -> list[str]:
-    """Where a built-in reward is chosen that `by` judges."""
+def _graded_by(args: Arguments, by: GradedBy) -> list[str]:
+    """Where a built-in reward is chosen that `by` grades."""
     return [name for name, row, _ in _built_in(args) if row.by is by]
 
 
 def _built_in(args: Arguments) -> Iterator[tuple[str, BuiltInReward, str | None]]:
     """Where a built-in reward is chosen, which, and the entry to take of it; not those that are unknown."""
-    chosen = [("--rm-type", args)]
+    chosen: list[tuple[str, Arguments | EvalDataset]] = [("--rm-type", args)]
     chosen += [(f"evaluation set {dataset.name} with rm_type", dataset) for dataset in args.eval_datasets]
     for where, of in chosen:
         row = None if of.rm_type is None else reward_of(of.rm_type)

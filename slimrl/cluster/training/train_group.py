@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 from ray import ObjectRef
@@ -34,10 +34,14 @@ from slimrl.processes import ManagedProcess, importable, process_info
 from slimrl.processes.process_info import resident_gib
 from slimrl.weights.update.weight_updater import EngineEndpoint
 
+if TYPE_CHECKING:
+    from slimrl.megatron.offload import Part
+
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 10.0
 
-Params, Result = ParamSpec("Params"), TypeVar("Result")
+Inputs = TypeVarTuple("Inputs")
+Result = TypeVar("Result")
 
 
 class RankFailedError(RuntimeError):
@@ -148,7 +152,7 @@ class TrainWorker:
         """Trains on this rank's share, which stays pickled until the rank opens it."""
         return self._call(Rank.train, rollout_id, ray.get(batches[self._start.data_parallel_rank]))
 
-    def sleep(self, keep_weights: bool) -> dict[str, int]:
+    def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Takes the rank off its device, all of it or all but the weights; bytes off the device now, by part."""
         return self._call(Rank.sleep, keep_weights)
 
@@ -168,7 +172,7 @@ class TrainWorker:
         """Leaves the process groups."""
         self._call(Rank.close)
 
-    def _call(self, method: Callable[Concatenate[Rank, Params], Result], *arguments: Params.args) -> Result:
+    def _call(self, method: Callable[[Rank, *Inputs], Result], *arguments: *Inputs) -> Result:
         """Calls `method` in the rank's process. Raises RankFailedError with the rank's traceback."""
         name = method.__name__
         self._progress, self._method, self._last_sign = (0, 0), name, time.monotonic()

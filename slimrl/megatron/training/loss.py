@@ -160,7 +160,8 @@ class PolicyLossConfig:
         zero = torch.zeros(1)
         if self.own:
             return named_sums(zero.sum(), zero.sum(), zero.sum(), {"loss": zero.sum()}).names
-        inputs = PolicyLossInputs(*[zero] * 8, response_lengths=torch.ones(1, dtype=torch.int64))
+        one = torch.ones(1, dtype=torch.int64)
+        inputs = PolicyLossInputs(zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one)
         return policy_loss_sums(inputs, dataclasses.replace(self, own_parts=PolicyLossHooks())).names
 
 
