@@ -3,7 +3,7 @@
     python3 train.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ...
 
 Training and generation take turns, on the same GPUs (`--colocate`) or on their own
-(`--rollout-num-gpus`); every sample is drawn from the weights it is trained on, but for groups that a
+(`--rollout-num-gpus`); every sample is sampled from the weights it is trained on, but for groups that a
 dynamic sampling filter left over: they were finished in an earlier turn.
 """
 

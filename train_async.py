@@ -1,11 +1,11 @@
-"""Generation beside training: one step ahead, or without end.
+"""Generation beside training: one-step off-policy, or without end.
 
     python3 train_async.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ...
 
 Training and generation need GPUs of their own (no `--colocate`). Weights are updated every
 `--update-weights-interval` rollouts, between two generations unless `--update-weights-in-flight` is given.
 
-One step ahead, the next rollout is generated while this one trains: with an interval of 1 a sample is at
+One-step off-policy, the next rollout is generated while this one trains: with an interval of 1 a sample is at
 most one version older than the weights it trains. With `--max-weight-staleness N` generation never
 stops: a rollout takes what is finished, and no token of it is more than N versions older than the
 weights it trains (docs/asynchrony.md).
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """The loop: while rollout n trains, rollout n + 1 is on its way, and more with `--max-weight-staleness`."""
+    """The loop: while rollout n trains, rollout n + 1 is in flight, and more with `--max-weight-staleness`."""
     run.update_weights(run.weight_version)
     run.evaluate_before_training()
     generation = run.start_generation(run.rollout_ids.start) if run.rollout_ids else None

@@ -1,4 +1,5 @@
-"""Synchronous, one step ahead and without end: seconds per step and idle GPUs on a long-tailed length distribution.
+"""Synchronous, one-step off-policy and fully asynchronous: seconds per step and idle GPUs on a long-tailed length
+distribution.
 
     python benchmarks/asynchrony.py [--rounds 3] [--steps 16] [--model FOLDER]
 
@@ -12,7 +13,7 @@ rounds of
 - how many of the engines' 32 places for requests are empty, on average over that time;
 - the age of the trained samples in rollouts (see docs/asynchrony.md), with their share.
 
-The peer is the first line, train.py on GPUs of its own. Target: generation without end takes at most half of it.
+The peer is the first line, train.py on GPUs of its own. Target: fully asynchronous generation takes at most half of it.
 `--model` names a folder of tools/make_tiny_model.py with a converted `torch_dist` in it; else one is made first.
 """
 
@@ -37,8 +38,8 @@ WARM_UP = 5  # steps at the beginning that are not counted, and TAIL at the end,
 TAIL = 4
 MODES = {
     "train.py": ("train.py", ""),
-    "one step ahead": ("train_async.py", ""),
-    "one step ahead, in flight": ("train_async.py", "--update-weights-in-flight"),
+    "one-step off-policy": ("train_async.py", ""),
+    "one-step off-policy, in flight": ("train_async.py", "--update-weights-in-flight"),
     "without end, N = 1": ("train_async.py", "--max-weight-staleness 1"),
     "without end, N = 2": ("train_async.py", "--max-weight-staleness 2"),
     "without end, N = 4": ("train_async.py", "--max-weight-staleness 4"),

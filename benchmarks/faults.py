@@ -120,7 +120,7 @@ def equal(expected: list[list[Sample]], found: list[list[Sample]]) -> bool:
         "tokens": all(a.tokens == b.tokens for a, b in alike),
         "rewards": all(a.reward == b.reward for a, b in alike),
     }
-    print(f"\nof {len(pairs)} samples {len(alike)} were drawn by the same weights in both runs; equal: {same}")
+    print(f"\nof {len(pairs)} samples {len(alike)} were sampled by the same weights in both runs; equal: {same}")
     return all(same.values())
 
 

@@ -10,7 +10,7 @@ Prints for each where it fell, as the timeline of train rank 0 and the unfinishe
 that launch began. Peer: the undisturbed run. Target: the last checkpoint, the samples of every rollout, and loss,
 gradient norm and reward of every step are equal, bit for bit. Ends with exit code 1 where they are not, where a process
 stayed, or where fewer than a quarter of the kills fell into a save or fewer than an eighth into a weight update.
-`--minutes` bounds how long kills go on; `--folder` keeps the model and the undisturbed run for the next time.
+`--minutes` bounds how long kills continue; `--folder` keeps the model and the undisturbed run for the next time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Job:
 
 
 def begins_at(output: str) -> str:
-    """The rollout with which a launch went on, as its log says."""
+    """The rollout with which a launch continued, as its log says."""
     _, found, rest = output.partition("rollouts ")
     return rest.split()[0] if found else "-"
 

@@ -42,7 +42,7 @@ def rank_step(timeline: Timeline) -> None:
         with timeline.span("optimizer step"):
             pass
     with timeline.span("update_weights", about="2"):
-        for part in ("stop servers", "send buckets", "commit", "servers go on"):
+        for part in ("stop servers", "send buckets", "commit", "servers continue"):
             timeline.mark(part)
 
 

@@ -5,7 +5,7 @@ server.
 
 `buckets`: bytes per second of the 0.6B shape's weights, on one core each, in interleaved rounds: memcpy from one tensor
 into another; packed out of a Megatron model into the shared bucket; read out of a bucket by another process, which maps
-it anew as a server does; and the whole way, in which one bucket is packed while the other is read. Target: packing at
+it again as a server does; and the whole way, in which one bucket is packed while the other is read. Target: packing at
 half of memcpy or more. `tiny`, `0.6b`: seconds of a weight update into one real SGLang server (bf16, random weights),
 for each transport, the peak memory above that before the weight update, of this process and of the server, and the cost
 of the proof of equality. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.

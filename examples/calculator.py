@@ -3,7 +3,7 @@
     --custom-generate-function-path examples.calculator.generate
 
 As soon as the model writes an equals sign, the value of what stands before it on the line is appended, and the model
-goes on from there. It is never trained on the calculator's words, only on its own.
+continues from there. It is never trained on the calculator's words, only on its own.
 """
 
 from __future__ import annotations

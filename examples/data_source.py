@@ -1,4 +1,4 @@
-"""A data source of one's own: additions made as they are drawn, with longer numbers as training goes on.
+"""A data source of one's own: additions made as they are drawn, with longer numbers as training continues.
 
 --data-source-path examples.data_source.Additions --input-key unused --num-rollout 100 --rm-type math
 

@@ -1,4 +1,4 @@
-"""Functions that see samples on their way from the engine to training.
+"""Functions that see samples in flight from the engine to training.
 
 --rollout-sample-hook-path examples.samples.note_final_answer
 --rollout-all-samples-process-path examples.samples.write_unsolved

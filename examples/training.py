@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(args: Arguments) -> None:
-    """Uses no more than one thread per rank, and says where the rank stands in its own log."""
+    """Uses no more than one thread per rank, and says where the rank is in its own log."""
     torch.set_num_threads(1)
     logger.info("rank %d of %d is ready", dist.get_rank(), dist.get_world_size())
 

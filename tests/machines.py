@@ -28,7 +28,7 @@ def why_not() -> str:
 
 
 class Machines:
-    """Made by `two_machines`; the first stands at ADDRESSES[0], the second at ADDRESSES[1]."""
+    """Made by `two_machines`; the first is at ADDRESSES[0], the second at ADDRESSES[1]."""
 
     def __init__(self, keepers: list[subprocess.Popen], folder: Path, own_shared_memory: bool) -> None:
         self._keepers = keepers

@@ -97,14 +97,14 @@ NOT_CALLABLE = "cannot be called as needed"
         (
             "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
             hooks.RolloutFunction,
-            "there is no module slimrl.rollout.fully_async_rollout: generation without end is train_async.py"
+            "there is no module slimrl.rollout.fully_async_rollout: fully asynchronous generation is train_async.py"
             " --max-weight-staleness N here: leave --rollout-function-path out",
         ),
         (
             "fully_async_rollout.generate_rollout_fully_async",
             hooks.RolloutFunction,
-            "there is no module fully_async_rollout: generation without end is train_async.py --max-weight-staleness N"
-            " here: leave --rollout-function-path out",
+            "there is no module fully_async_rollout: fully asynchronous generation is train_async.py"
+            " --max-weight-staleness N here: leave --rollout-function-path out",
         ),
         (
             "slime_plugins.models.glm4.get_glm_spec",

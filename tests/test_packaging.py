@@ -85,7 +85,7 @@ def test_a_lock_holds_what_setup_asks_for(path):
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
 def test_a_lock_is_complete_but_for_cuda_and_for_what_sglang_asks(path):
-    """Like `pip check`: what the packages declare stands in the lock, at a version that suits them."""
+    """Like `pip check`: what the packages declare is in the lock, at a version that suits them."""
     lock = locked(path)
     version = path.stem.removeprefix("cpu-py3")
     for name in lock.keys() - {"sglang", "torch"}:
@@ -111,7 +111,7 @@ def imported(paths: Iterable[Path]) -> set[str]:
     found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
     found -= {tool.stem for tool in (ROOT / "tools").glob("*.py")}
     found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour so
-    # stand beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
+    # are beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
     found -= {"sgl_kernel", "transformer_engine"}
     return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}
 

@@ -68,7 +68,7 @@ def line(pair: TensorPair) -> str:
 
 
 def report(found: Comparison, tolerance: float, worst: int) -> str:
-    """The table and the verdict; where the two sides differ, the torch_dist side stands first."""
+    """The table and the score; where the two sides differ, the torch_dist side stands first."""
     lines = [f"{'difference':>11}  {'dtype':<20}  {'shape':<22}  tensor"]
     lines += [line(pair) for pair in found.worst()[:worst]]
     if found.not_converted:
@@ -88,7 +88,7 @@ def report(found: Comparison, tolerance: float, worst: int) -> str:
 
 
 def verify(folder: Path, *, alone: bool) -> str:
-    """Reads every file and compares it with its checksum; returns the verdict.
+    """Reads every file and compares it with its checksum; returns the score.
 
     Raises ValueError for a damaged file, and where there are no checksums and nothing else is to be done (`alone`).
     """

@@ -1,7 +1,7 @@
 """Keeps secrets of a job's command line out of `ps` and out of the log in which Ray writes it: run by ray.sh.
 
 ``job_words.py FOLDER`` reads the words of a command from standard input, each ended by a zero byte, and prints those to
-submit in the same form: the same where none is secret. Else the real ones of the Python program among them lie in a
+submit in the same form: the same where none is secret. Else the real ones of the Python program among them are in a
 file in FOLDER, and ``job_words.py --run FILE PROGRAM ...``, which is printed in its place, runs it with them.
 """
 

@@ -35,7 +35,7 @@ READY_TIMEOUT_S = 120
 START_ATTEMPTS = 3
 PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # what Ray says where it could not listen
 POLITE_STOP_S = 10
-# Ray opens the folder that it is given to everybody: it gets one inside of ours. Short, as sockets lie in it.
+# Ray opens the folder that it is given to everybody: it gets one inside of ours. Short, as sockets are in it.
 RAY_FOLDER = "r"
 # A head that cannot be reached for so long is gone: it answers from a thread of its own also when it is busy.
 HEAD_GONE_S = 10
@@ -285,7 +285,7 @@ class Node:
         print(f"slimrl: joined the Ray head at {head}; this node works for it until it ends", flush=True)
         code = wait_for_end(self.ray, gone_for(head, HEAD_GONE_S))
         if code is not None and reachable(head):
-            raise RuntimeError(f"Ray ended on this node with exit code {code} while its head goes on")
+            raise RuntimeError(f"Ray ended on this node with exit code {code} while its head continues")
         print(f"slimrl: the Ray head at {head} has ended, and so does this node", flush=True)
 
     def _join(self, head: str) -> None:

@@ -112,7 +112,7 @@ class Found:
 class Start:
     """Where the weights come from and with which rollout the run begins.
 
-    `resumed` is True where optimizer and random state go on too; `reference` is None where no reference is needed;
+    `resumed` is True where optimizer and random state continue too; `reference` is None where no reference is needed;
     `load` is --load as given.
     """
 

@@ -71,7 +71,7 @@ _THIS_FILE = "custom_config_path"
 
 
 def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughTables) -> ParsedLine:
-    """The file's flags as if they had been typed; `custom` lies in `values` under that name."""
+    """The file's flags as if they had been typed; `custom` is in `values` under that name."""
     parsed = ParsedLine(options={prefix: {} for prefix in passthrough})
     try:
         mapping = read_yaml(Path(path))

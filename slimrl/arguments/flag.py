@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`flag` is the flag to look at, `sentence` names its value, the rule and the mend."""
+    """`flag` is the flag to look at, `sentence` names its value, the rule and the fix."""
 
     flag: str
     sentence: str

@@ -37,11 +37,11 @@ class Placement:
         return max(self.train.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
 
     def shares(self, positions: range) -> dict[int, int]:
-        """How many of these GPUs lie on each of their nodes."""
+        """How many of these GPUs are on each of their nodes."""
         return dict(Counter(self.places[position].node for position in positions))
 
     def nodes_of(self, positions: range) -> list[int]:
-        """The nodes that these GPUs lie on."""
+        """The nodes that these GPUs are on."""
         return sorted({self.places[position].node for position in positions})
 
     def on_node(self, node: int) -> int:

@@ -126,7 +126,7 @@ class EngineResync:
                     self._connected = endpoints
                 update(version)
             except RankFailedError as error:
-                self._connected = []  # what was joined has to be joined anew, even by the same servers
+                self._connected = []  # what was joined has to be joined again, even by the same servers
                 lost = self._get("weight_update_failed", urls, what="the servers of a weight update that failed")
                 if not lost:
                     raise
@@ -135,7 +135,7 @@ class EngineResync:
                     "the weight update %s lost %s and begins again without: %s", version, ", ".join(lost), reason
                 )
                 continue
-            self._get("end_weight_update", urls, str(version), what=f"the servers going on with weights {version}")
+            self._get("end_weight_update", urls, str(version), what=f"the servers continuing with weights {version}")
             return
 
     def _get(self, method: str, *arguments: Any, what: str) -> Any:

@@ -116,7 +116,7 @@ def called_at(listens_on: str | None, address: str, nodes: Sequence[str] = ()) -
         return address
     if len(set(nodes)) > 1:
         raise EngineError(
-            f"--sglang-host {listens_on} is on one node, and the servers lie on {len(set(nodes))}: leave it out, so"
+            f"--sglang-host {listens_on} is on one node, and the servers are on {len(set(nodes))}: leave it out, so"
             " that each listens on its own node's address, or give 0.0.0.0"
         )
     return listens_on

@@ -1,6 +1,6 @@
 """GPUs: a placement group with one bundle per GPU (or logical GPU), in a stable order over the nodes.
 
-The order is node by node, on each by GPU number. Engines take neighbouring GPUs: an engine lies on one node, or on
+The order is node by node, on each by GPU number. Engines take neighbouring GPUs: an engine is on one node, or on
 whole nodes, with the same number of GPUs on each. Called by the driver, which places everything by it.
 """
 
@@ -93,7 +93,7 @@ class EnginePart:
 def engine_parts(places: range, per_engine: int, gpus: Sequence[GpuBundle]) -> list[list[EnginePart]]:
     """For each engine on `places` its part on each of its nodes; `gpus` are all reserved ones, in order.
 
-    Raises InsufficientGpusError where an engine lies on several nodes and does not fill all of them alike.
+    Raises InsufficientGpusError where an engine is on several nodes and does not fill all of them alike.
     """
     on_node = Counter(gpu.node for gpu in gpus)
     engines: list[list[EnginePart]] = []
@@ -114,7 +114,7 @@ def _straddling(index: int, parts: list[EnginePart], gpus: Sequence[GpuBundle], 
         f"{len(part.gpus)} of the {on_node[part.node]} on {gpus[part.gpus[0]].node_ip}" for part in parts
     )
     return (
-        f"engine {index} would get {shares}: an engine lies on one node or fills whole nodes alike; free the nodes that"
+        f"engine {index} would get {shares}: an engine is on one node or fills whole nodes alike; free the nodes that"
         " other jobs use, or choose training GPUs and --rollout-num-gpus-per-engine so that engines end where nodes do"
     )
 

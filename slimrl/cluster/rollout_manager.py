@@ -56,7 +56,7 @@ LOOP_INTERVAL_S = 1.0
 class RolloutResult:
     """One finished rollout: a pickled batch per data-parallel rank in Ray's object store, and what is known about it.
 
-    `data_state` is the data source right after this rollout's prompts were drawn: a checkpoint with it
+    `data_state` is the data source right after this rollout's prompts were sampled: a checkpoint with it
     resumes at the next prompt, however many rollouts were generated ahead. None where nothing is saved.
     """
 
@@ -215,13 +215,15 @@ class RolloutManager:
             stream.restore(finished)
 
     async def drain(self) -> None:
-        """Returns when no group is on its way, and begins none until `set_weight_version`
+        """Returns when no group is in flight, and begins none until `set_weight_version`
         (`--max-weight-staleness`).
         """
         await self._generator.continuous.drain()
 
     async def set_weight_version(self, version: int, end: int) -> None:
-        """The servers hold weights `version`; generation without end begins or goes on, up to rollout `end`."""
+        """The servers hold weights `version`; fully asynchronous generation begins or continues, up to rollout
+        `end`.
+        """
         if self._generator is not None and self._generator.continuous is not None:
             self._generator.continuous.set_weight_version(version, end)
 

@@ -71,7 +71,7 @@ class RolloutManagerCleanup:
             logger.error(
                 "the run ended while it updated weights %s: the servers %s of --rollout-external-engine-addrs may be"
                 " paused and hold only some of them; the next run updates all of them again, for any other use start"
-                " the servers anew",
+                " the servers again",
                 self._trainers.updating_weights,
                 ", ".join(addresses),
             )

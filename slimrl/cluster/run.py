@@ -120,7 +120,7 @@ class Run:
             return
         awaited = self._generation
         if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
-            generation, awaited = self._manager.drain.remote(), manager_wait(self._manager, "the groups on their way")
+            generation, awaited = self._manager.drain.remote(), manager_wait(self._manager, "the groups in flight")
         with self._timed("wait_for_rollout"), self._trainers_idle():
             self._supervisor.get([generation], awaited)
 
@@ -176,8 +176,8 @@ class Run:
         self._go_on(version)
 
     def _go_on(self, version: int) -> None:
-        if self.args.max_weight_staleness is not None:  # generation without end goes on with them
-            awaited = manager_wait(self._manager, f"generation going on with weights {version}")
+        if self.args.max_weight_staleness is not None:  # fully asynchronous generation continues with them
+            awaited = manager_wait(self._manager, f"generation continuing with weights {version}")
             self._supervisor.get([self._manager.set_weight_version.remote(version, self.rollout_ids.stop)], awaited)
 
     def _update_weights(self, version: int) -> None:

@@ -190,7 +190,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def load_function(path: str | None) -> Any:
-    """What stands at a dotted path; None for None. Raises ImportError or AttributeError where nothing does."""
+    """What is at a dotted path; None for None. Raises ImportError or AttributeError where nothing does."""
     if path is None:
         return None
     module, _, name = own_path(path).rpartition(".")

@@ -241,13 +241,13 @@ INSTEAD = {
     "slime.rollout.filter_hub.base_types.MetricGatherer": "a filter's reason is counted by itself (docs/metrics.md)",
     "slime.rollout.sft_rollout": "--rollout-function-path slime.rollout.sft_rollout.generate_rollout, or its parts in"
     " slimrl.rollout.sft_rollout",
-    "slime.rollout.sglang_rollout.abort": "a full rollout stops what is on its way by itself",
+    "slime.rollout.sglang_rollout.abort": "a full rollout stops what is in flight by itself",
     "slime.rollout.sglang_rollout.eval_rollout": "take the keyword argument generator and call"
     " generator.evaluation(rollout_id)",
     "slime.rollout.sglang_rollout.generate_and_rm": "take the keyword argument generator in a rollout function"
     " (docs/hooks.md), or async_rm and generate in a generate function",
-    "slime.rollout.sglang_rollout.generate_and_rm_group": "train_async.py --max-weight-staleness generates without end"
-    " (docs/asynchrony.md); a rollout function is given generator",
+    "slime.rollout.sglang_rollout.generate_and_rm_group": "train_async.py --max-weight-staleness generates fully"
+    " asynchronously (docs/asynchrony.md); a rollout function is given generator",
     "slime.rollout.sglang_rollout.generate_rollout": "take the keyword argument generator and call"
     " generator.rollout(rollout_id, data_source)",
     "slime.router": "the router is SGLang's own; tokens come with each answer",
@@ -272,7 +272,7 @@ def is_module(name: str) -> bool:
 
 
 def is_package(name: str) -> bool:
-    """Whether offered modules lie within it."""
+    """Whether offered modules are within it."""
     return name in _PACKAGES
 
 

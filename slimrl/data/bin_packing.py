@@ -22,7 +22,7 @@ _SEARCH_MAX_NODES = 20_000
 # Ways to fill bins one by one: which part of the spare room is kept out of reach, and how many pairs are looked at for
 # each gap. The number of pairs that packs tightest differs from input to input.
 _ATTEMPTS = ((0.9, 8), (0.5, 8), (0.0, 8), (0.0, 32), (0.0, 128))
-# A rank may cost this much more than the mean before its rows are made uneven to mend that.
+# A rank may cost this much more than the mean before its rows are made uneven to fix that.
 _TOLERATED_IMBALANCE = 0.005
 
 

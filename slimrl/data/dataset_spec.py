@@ -82,7 +82,7 @@ def _probability(match: re.Match[str]) -> float:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The data files at `path`: itself, or those that lie in it as a folder, by name; not those of folders within.
+    """The data files at `path`: itself, or those that are in it as a folder, by name; not those of folders within.
 
     Raises FileNotFoundError where there is nothing, ValueError where it is no data file or holds none.
     """

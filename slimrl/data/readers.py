@@ -107,7 +107,7 @@ class JsonlFile:
             suspects.append(np.flatnonzero(_BLANK[view[begins]]) + lines)
             starts.append(begins + offset)
             lines += len(begins)
-            # a chunk without any line end goes on with the line it is in
+            # a chunk without any line end continues with the line it is in
             fresh = ended
             offset += count
         if not starts:

@@ -55,7 +55,7 @@ class BuiltInReward:
     grader: str = ""  # empty where `fast_path` always gives the reward, or no function of slimrl judges
     fast_path: str = ""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    wrong: float | Mapping[str, Any] = 0.0  # reward of a wrong answer, and of one without a verdict
+    wrong: float | Mapping[str, Any] = 0.0  # reward of a wrong answer, and of one without a score
     boxed: bool = True  # whether there is a form with the prefix `boxed_`
 
     @property

@@ -235,7 +235,7 @@ def schedule_batch(
     group share a micro-batch, so that it holds `context_parallel_size` times as many tokens. A rank's micro-batches
     of a step come in whole groups of `micro_batch_group`, as virtual pipeline stages take them. `balance` evens out
     over the ranks, in all and in each row, the cost `length + length**2 / break_even_tokens` (linear layers +
-    attention); without it the micro-batches stand in the order of their first samples. `samples_per_step` and
+    attention); without it the micro-batches are in the order of their first samples. `samples_per_step` and
     `tokens_per_step` count the samples and the trained tokens of all ranks.
 
     Raises ValueError where the samples do not divide into steps, ranks or micro-batches.

@@ -78,7 +78,7 @@ class WatchedFile:
     def compare(self, begin: int, end: int, where: str) -> None:
         """Raises ChangedDataError where these bytes, those of the row at `where`, are no longer the file's.
 
-        A file that was written anew with the same bytes is the same. Rows that share a MiB with a changed one count as
+        A file that was written again with the same bytes is the same. Rows that share a MiB with a changed one count as
         changed; of a file whose bytes are not known yet, length and time decide.
         """
         now = os.fstat(self._file.fileno())
@@ -112,8 +112,8 @@ class WatchedFile:
         if not same and not self._told_of_replacement:
             self._told_of_replacement = True
             logger.warning(
-                "data file %s was removed or replaced by another: this run goes on with the one that it opened, and can"
-                " be resumed only where that is put back",
+                "data file %s was removed or replaced by another: this run continues with the one that it opened, and"
+                " can be resumed only where that is put back",
                 self.path,
             )
 

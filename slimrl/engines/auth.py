@@ -1,6 +1,6 @@
 """The key that every server and router of a run asks for, and how it reaches their processes.
 
-Promises that the key stands in no command line and in no log: it travels in the environment of a child, which takes it
+Promises that the key is in no command line and in no log: it travels in the environment of a child, which takes it
 out before it does anything else, and shows as `***` wherever a value is represented. Imports only the standard library.
 """
 

@@ -33,7 +33,8 @@ from slimrl.hooks.rollout_hooks import CustomDataSource
 # modules that scripts written for slime name, and what to do where there is no such module
 _INSTEAD = {
     "fully_async_rollout": (
-        "generation without end is train_async.py --max-weight-staleness N here: leave --rollout-function-path out"
+        "fully asynchronous generation is train_async.py --max-weight-staleness N here: leave --rollout-function-path"
+        " out"
     ),
     "slime_plugins": "the layers of every family are slimrl's own: leave --spec out",
 }
@@ -121,7 +122,7 @@ def _call(contract: type[Hook]) -> tuple[bool, dict[str, inspect.Parameter]]:
 
 
 def _import_module(module_path: str) -> types.ModuleType:
-    # `python train.py` puts the script's folder on the path, not the folder the user stands in
+    # `python train.py` puts the script's folder on the path, not the folder the user is in
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -138,7 +139,7 @@ def _import_module(module_path: str) -> types.ModuleType:
         raise
     except BaseException as error:  # user code: importing it may raise anything, and sys.exit() must not end us
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise HookError(f"module {module_path} itself cannot be imported ({text}): mend the module") from error
+        raise HookError(f"module {module_path} itself cannot be imported ({text}): fix the module") from error
 
 
 def _attribute(module: types.ModuleType, name: str) -> Any:

@@ -27,8 +27,9 @@ class CustomDataSource(DataSource, Protocol):
 
     Its place is kept with checkpoints, by one of two pairs: `state_dict()` and `load_state_dict(state)`, of plain
     data, or `save(rollout_id)` and `load(rollout_id)`, which keep their own files under `--save`. The first is called
-    right after the prompts of a rollout were drawn that a checkpoint follows, once, and the second when a run goes on
-    from that checkpoint. Where the class has `begin_rollout(rollout_id)`, it is called before a rollout draws.
+    right after the prompts of a rollout were sampled that a checkpoint follows, once, and the second when a run
+    continues from that checkpoint. Where the class has `begin_rollout(rollout_id)`, it is called before a rollout
+    draws.
     """
 
     def __init__(self, args: RunArguments) -> None: ...
@@ -79,7 +80,7 @@ class SampleHook(Hook, Protocol):
     either: ClassVar[bool] = True
 
     def __call__(self, args: RunArguments, sample: Sample) -> Any:
-        """The sample to go on with, or None for the one it was given."""
+        """The sample to continue with, or None for the one it was given."""
         ...
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ROOT = "slime"
-_TABLE = "slimrl.compatibility.slime"  # by name: it stands on a higher floor, and is only read where it is needed
+_TABLE = "slimrl.compatibility.slime"  # by name: it is on a higher floor, and is only read where it is needed
 
 
 def offer() -> None:

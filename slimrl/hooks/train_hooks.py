@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class LossBatch(Protocol):
-    """One micro-batch: the `rollout_data` of its samples as a dict, and what lies between it and the logits.
+    """One micro-batch: the `rollout_data` of its samples as a dict, and what is between it and the logits.
 
     It also has `unconcat_tokens` (list: each sample's tokens), `tokens` (int64 [1, tokens of this rank]: the pack, as
     the model got it, where `logits` has a row for each), `full_loss_masks` (float32 of that shape: the mask of the
-    token that the row predicts) and `packed_seq_params` (where the sequences stand in the pack).
+    token that the row predicts) and `packed_seq_params` (where the sequences are in the pack).
     """
 
     def __getitem__(self, key: str) -> Any: ...

@@ -50,7 +50,7 @@ def fuses_weight_gradients(wanted: bool, layers: str, *, cuda: bool, apex: bool,
     """Whether linear layers add weight gradients to the gradient buffer inside the matrix product.
 
     `wanted` is --gradient-accumulation-fusion and `layers` the implementation chosen. Transformer Engine's layers do it
-    by themselves, megatron-core's own with Apex's kernel; without Apex, `patches` builds those that stand beside
+    by themselves, megatron-core's own with Apex's kernel; without Apex, `patches` builds those that are beside
     Transformer Engine's (the output layer) without the fusion. Megatron-FSDP tells layers to overwrite the buffer
     instead of adding to it, and keeps a buffer that it does not shard from one micro-batch to the next: of several only
     the last would count.

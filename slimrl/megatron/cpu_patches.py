@@ -162,8 +162,8 @@ def accept_cpu_tensor_types() -> None:
 
 
 def run_sharding_on_cpu() -> None:
-    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and lets gathers run on while it goes on
-    to what a stream would order after them: gloo has none, and memory was written to after it had been freed.
+    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and lets gathers run on while it
+    continues to what a stream would order after them: gloo has none, and memory was written to after it had been freed.
     """
     for module in megatron_modules():
         if module.__name__.startswith("megatron.core.distributed.fsdp"):
@@ -177,7 +177,7 @@ def run_sharding_on_cpu() -> None:
 
 
 def run_optimizer_offload_on_cpu() -> None:
-    """What an offloading optimizer moves to the host it tells by `is_cuda`: where all lies on the host, by its rule."""
+    """What an offloading optimizer moves to the host it tells by `is_cuda`: where all is on the host, by its rule."""
     module = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
     for function in _functions(module):
         function.__code__ = _replace_in_code(function.__code__, {"cuda": "cpu"}, {})

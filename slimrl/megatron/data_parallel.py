@@ -230,7 +230,7 @@ def connect(stages: Sequence[Stage]) -> None:
     """Tell the schedule, through the model's configuration, how to begin and to put off communication."""
     first = stages[0]
     if first.ddp_config.overlap_grad_reduce:
-        # Without it every micro-batch would reduce the gradients anew.
+        # Without it every micro-batch would reduce the gradients again.
         no_sync = [stage.no_sync for stage in stages]
         first.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
     if isinstance(first, DistributedDataParallel) and first.use_forward_hook:

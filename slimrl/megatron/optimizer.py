@@ -67,7 +67,7 @@ def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
 
 
 def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
-    """What each part's own Adam has to save; several parts stand under their numbers."""
+    """What each part's own Adam has to save; several parts are under their numbers."""
     if not isinstance(saved, dict):
         return
     if "param_groups" in saved:

@@ -240,7 +240,7 @@ logger = logging.getLogger(__name__)
 
 
 def slower_on_gpu(args: Arguments, *, cuda: bool, transformer_engine: bool, apex: bool) -> str | None:
-    """One sentence for the log: what runs in slower kernels and what mends it; None where nothing does.
+    """One sentence for the log: what runs in slower kernels and what fixes it; None where nothing does.
 
     `cuda` says whether training runs on a GPU, the other two which packages are installed.
     """

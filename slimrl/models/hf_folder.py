@@ -94,7 +94,7 @@ def check_inside(index: Path, weight_map: Mapping[str, Any]) -> None:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise UnreadableFileError(
-                f"{index} says that {tensor} lies in {file!r}, which is no file of its folder: nothing outside it is"
+                f"{index} says that {tensor} is in {file!r}, which is no file of its folder: nothing outside it is"
                 " read; take the model again from where it was made, or name the file without a path"
             )
 

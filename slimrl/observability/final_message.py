@@ -1,4 +1,4 @@
-"""How a run ended, in one sentence, and the commands that look at it and go on with it: the last lines of every run.
+"""How a run ended, in one sentence, and the commands that look at it and continue with it: the last lines of every run.
 
 Made from `summary.json`. Used by the driver at its end, and by the report.
 """
@@ -76,7 +76,7 @@ def newest_dump(template: str | None) -> Path | None:
 
 
 def shown_path(path: str | Path) -> str:
-    """As short as the reader, who stands in the current folder, can use it."""
+    """As short as the reader, who is in the current folder, can use it."""
     absolute, here = Path(path).absolute(), Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 

@@ -102,7 +102,7 @@ _FAULTS = {  # what went wrong and was made good, by the name of its count
     "rollout/faults/router_restarts": "router restarts",
     "rollout/faults/requests_resent": "requests sent again",
     "rollout/failed_samples": "failed samples left out",
-    "rollout/staleness/dropped": "groups begun anew, being too old",
+    "rollout/staleness/dropped": "groups restarted, being too old",
 }
 
 

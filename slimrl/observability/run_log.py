@@ -303,7 +303,7 @@ def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> s
     if (truncated := metrics.get(f"eval/{name}-truncated_ratio")) is not None:
         known.append(f"{truncated:.0%} truncated")
     if failures := metrics.get(f"eval/{name}-reward_failures"):
-        known.append(f"NO VERDICT on {failures:g} answers")
+        known.append(f"NO SCORE on {failures:g} answers")
     return f"{name} {score:.4g}" + (f" ({', '.join(known)})" if known else "")
 
 
@@ -333,7 +333,7 @@ def _of_the_samples(rollout: Mapping[str, float], compares_groups: bool) -> list
     if compares_groups and rollout.get("rollout/zero_std/ratio") == 1.0:
         parts.append("NO SPREAD in any group")
     if failures := rollout.get("rollout/reward_failures"):
-        parts.append(f"NO VERDICT on {failures:g} answers")
+        parts.append(f"NO SCORE on {failures:g} answers")
     if failed := rollout.get("rollout/failed_samples"):
         parts.append(f"{failed:g} FAILED")
     if "rollout/staleness/dropped" in rollout and "rollout/staleness/mean" in rollout:

@@ -109,7 +109,7 @@ def _print_sample(console: object, sample: Sample, chars: int) -> None:
 
 
 def _shorten(text: str, chars: int) -> str:
-    """The beginning and the end: the answer of a long response stands at its end."""
+    """The beginning and the end: the answer of a long response is at its end."""
     if len(text) <= chars:
         return text
     half = chars // 2

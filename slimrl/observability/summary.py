@@ -40,12 +40,12 @@ class Summary:
         self.steps: list[dict[str, Any]] = []
         self.versions = versions
         self.paths = paths
-        # the steps as they stand in the file, all but the last, so that a save costs no more than writing them
+        # the steps as they are in the file, all but the last, so that a save costs no more than writing them
         self._settled = bytearray()
         self._last = b""
 
     def continue_from(self, first_step: int) -> None:
-        """Take over what stands in the file, as the class says. Call once, before the first `save`."""
+        """Take over what is in the file, as the class says. Call once, before the first `save`."""
         if not self.path.exists():
             return
         old = _read(self.path) if first_step > 0 else None

@@ -87,7 +87,7 @@ class RankSync:
         return self._everyone.size()
 
     def close(self) -> None:
-        """Gives its process group up; no rank may have a call on it under way."""
+        """Gives its process group up; no rank may have a call on it in progress."""
         dist.destroy_process_group(self._everyone)
 
     def gather(self, value: _Result) -> list[_Result]:

@@ -177,7 +177,7 @@ def _threads(machine: Machine, inherited: Mapping[str, str]) -> str:
 def rank_without_gpu(*, expected: bool, found: bool, visible: str | None, torch_version: str) -> str | None:
     """Why a rank cannot train in this run, by whether the run uses GPUs and torch finds one here; None where it can.
 
-    `visible` is CUDA_VISIBLE_DEVICES. A rank that went on would open gloo and wait for others that open NCCL.
+    `visible` is CUDA_VISIBLE_DEVICES. A rank that continued would open gloo and wait for others that open NCCL.
     """
     if expected == found:
         return None

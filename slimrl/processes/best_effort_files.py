@@ -35,7 +35,7 @@ class OptionalFiles:
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "%s cannot be written, and the run goes on without: %s; it is tried again each time",
+                    "%s cannot be written, and the run continues without: %s; it is tried again each time",
                     self._what,
                     error,
                 )
@@ -88,7 +88,7 @@ class OptionalLogHandler(logging.FileHandler):
             super().handleError(record)
         elif not self._failing:
             self._failing = True
-            logger.warning("the log %s cannot be written, and the run goes on without: %s", self.baseFilename, error)
+            logger.warning("the log %s cannot be written, and the run continues without: %s", self.baseFilename, error)
 
     def close(self) -> None:
         """Whatever is left and has no room is lost."""

@@ -59,7 +59,7 @@ def only_run_in(folder: str | Path, *, flag: str, name: str) -> Iterator[None]:
 
 
 def _locked(path: Path, flag: str) -> int:
-    """The open and locked file that lies at `path`."""
+    """The open and locked file that is at `path`."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

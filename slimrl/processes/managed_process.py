@@ -32,7 +32,7 @@ class ProcessStartError(RuntimeError):
 class ManagedProcess:
     """One child process behind its guardian.
 
-    `name` stands in messages ("SGLang server http://..."); `environment` is added to this process's own;
+    `name` is in messages ("SGLang server http://..."); `environment` is added to this process's own;
     `shared_memory_prefixes` name the files in /dev/shm that belong to the child and go with it;
     `pass_fds` are open file descriptors that it inherits under the same numbers.
     """

@@ -60,7 +60,7 @@ def ends_from_outside(error: BaseException, task: asyncio.Task[Any] | None) -> b
         return _running_task() is not task or task is None
     seen: list[BaseException] = []
     cause: BaseException | None = error
-    while isinstance(cause, asyncio.CancelledError) and cause not in seen:  # code may raise one anew
+    while isinstance(cause, asyncio.CancelledError) and cause not in seen:  # code may raise one again
         if cause.args == (_OURS,):
             return True
         seen.append(cause)

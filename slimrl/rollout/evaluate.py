@@ -124,7 +124,7 @@ class Evaluator:
         text = f"evaluation set {dataset.name!r}: {error}"
         if self._skips and error.by_hook:
             text += (
-                "\n--skip-failed-samples skips no sample of an evaluation, whose result would be another one: mend the"
+                "\n--skip-failed-samples skips no sample of an evaluation, whose result would be another one: fix the"
                 " function"
             )
         return SampleError(text, by_hook=error.by_hook)

@@ -1,6 +1,6 @@
 """What a rollout reports, computed from its samples: flat dicts of plain numbers.
 
-Every name and its definition stands in `slimrl.observability.metrics.registry` (docs/metrics.md).
+Every name and its definition is in `slimrl.observability.metrics.registry` (docs/metrics.md).
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from slimrl.rollout.generation.sample_tracker import begin_calls
 class RolloutOutput:
     """`--rollout-batch-size` groups sorted by index, and flat metrics by name.
 
-    `data_state` is what a checkpoint must know of the data, where more is on its way than the data source knows of;
+    `data_state` is what a checkpoint must know of the data, where more is in flight than the data source knows of;
     None elsewhere, and where nothing is saved.
-    `seconds` is how long its generation took, where the groups were on their way before it was asked for.
+    `seconds` is how long its generation took, where the groups were in flight before it was asked for.
     """
 
     groups: list[list[Sample]]

@@ -61,7 +61,7 @@ class RolloutGenerator:
         return self._maker.under_way.where()
 
     def generate_on(self, data_source: RolloutDataSource, requests: int) -> None:
-        """Groups of `data_source` are always on their way from now on; the engines take `requests` at once."""
+        """Groups of `data_source` are always in flight from now on; the engines take `requests` at once."""
         engine = StoppableEngine(self._client)
         maker = SampleGenerator(self._args, self._tokenizer, engine, self._scorer, self._trace)
         maker.under_way = self._maker.under_way
@@ -72,7 +72,7 @@ class RolloutGenerator:
     ) -> RolloutOutput:
         """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`.
 
-        Generation without end says where the data stand, if a checkpoint is to be `saved` after this rollout.
+        Fully asynchronous generation says where the data stand, if a checkpoint is to be `saved` after this rollout.
         """
         if self.continuous is not None:
             return await self._continuous_rollout(rollout_id, data_source, saved)
@@ -147,7 +147,7 @@ class RolloutGenerator:
         return RolloutOutput(in_order(collector.accepted), metrics)
 
     async def _continuous_rollout(self, rollout_id: int, data_source: RolloutDataSource, saved: bool) -> RolloutOutput:
-        """A full batch of those that are on their way, and where the data stand in that very moment."""
+        """A full batch of those that are in flight, and where the data are in that very moment."""
         self._trace.begin()
         taken = await self.continuous.take(rollout_id)
         self._show(taken.groups, taken.filtered.dropped, data_source)
@@ -167,7 +167,7 @@ class RolloutGenerator:
         return await self._evaluator.evaluate(rollout_id)
 
     async def end(self) -> None:
-        """Ends what is on its way, and closes."""
+        """Ends what is in flight, and closes."""
         if self.continuous is not None:
             await self.continuous.stop()
         self.close()

@@ -96,7 +96,7 @@ def _rounds(sample: Sample) -> int:
 
 
 def category_metrics(samples: list[Sample], key: str) -> dict[str, float]:
-    """Shares of the samples by an entry of their reward; "missing" where it has none, or no verdict was found."""
+    """Shares of the samples by an entry of their reward; "missing" where it has none, or no score was found."""
     found = Counter(
         str(sample.reward[key]) if isinstance(sample.reward, dict) and key in sample.reward else "missing"
         for sample in samples

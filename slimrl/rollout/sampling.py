@@ -81,7 +81,7 @@ class SamplingConfig:
 def _takes_seeds(args: Arguments) -> bool:
     """Whether a deterministic engine may be asked, which without a seed answers every sample of a prompt alike.
 
-    Any external server may be one, also one that its owner starts anew during the run; others ignore the seed.
+    Any external server may be one, also one that its owner starts again during the run; others ignore the seed.
     """
     external = bool(args.rollout_external_engine_addrs)
     return external or bool(args.sglang_options.get("enable_deterministic_inference"))

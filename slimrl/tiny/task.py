@@ -62,7 +62,7 @@ def split_additions(
 ) -> tuple[list[Addition], list[Addition]]:
     """Draw ``(train, eval)`` problems; raises ValueError where there are not enough different ones."""
     if not 0.0 <= carry_share <= 1.0:
-        raise ValueError(f"carry_share is {carry_share}, but a share lies between 0 and 1")
+        raise ValueError(f"carry_share is {carry_share}, but a share is between 0 and 1")
     rng = random.Random(seed)
     train: list[Addition] = []
     held_out: list[Addition] = []

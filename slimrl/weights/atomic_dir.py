@@ -131,12 +131,12 @@ def partial_path(folder: Path) -> Path:
 
 
 def _real(folder: Path) -> Path:
-    """Where `folder` lies in truth: a link to a folder stays, and what it names is written."""
+    """Where `folder` is in truth: a link to a folder stays, and what it names is written."""
     return Path(folder).resolve()
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raises ValueError where the disk that `folder` would lie on has fewer than `needed_bytes` free."""
+    """Raises ValueError where the disk that `folder` would be on has fewer than `needed_bytes` free."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:

@@ -66,7 +66,7 @@ def dequantised(
     return (weight.float() * factors).to(dtype)
 
 
-_REMAP_BYTES = 16 * 1024**2  # after so many bytes a file is mapped anew, which lets go of the pages read so far
+_REMAP_BYTES = 16 * 1024**2  # after so many bytes a file is mapped again, which lets go of the pages read so far
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Opens what a checkpoint holds as pickles without running anything that stands in it.
+"""Opens what a checkpoint holds as pickles without running anything that is in it.
 
 A pickle names functions that its reader calls. Promises that only those of a table are called, all of them harmless,
 and that anything else is refused by its name, with the file and what to do. Called wherever slimrl reads a checkpoint,
@@ -145,7 +145,7 @@ def read_metadata(folder: str | Path) -> Metadata:
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or name == ".." or Path(name).name != name or not name:
             raise ValueError(
-                f"{path} says that {getattr(index, 'fqn', index)} lies in {name!r}, which is no file of this folder:"
+                f"{path} says that {getattr(index, 'fqn', index)} is in {name!r}, which is no file of this folder:"
                 " copy the checkpoint from where it was made"
             )
     if getattr(metadata, "storage_meta", None) is None:
@@ -188,7 +188,7 @@ def _asked_for(file: IO[bytes] | Path) -> str | None:
 
 
 def _complaint(error: pickle.UnpicklingError) -> str:
-    """torch's reason, without its advice to run what stands in the file."""
+    """torch's reason, without its advice to run what is in the file."""
     reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
     return f"more than plain data ({reason[1].strip() if reason else str(error).splitlines()[0]})"
 
@@ -197,7 +197,7 @@ _Admitted = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 
 def _plain() -> list[_Admitted]:
-    """What `load_plain` admits beside torch's own list, each with the name that stands in the file."""
+    """What `load_plain` admits beside torch's own list, each with the name that is in the file."""
     makers: list[Any] = [value.__reduce__()[0] for value in (numpy.array(0), numpy.float64(0))]
     numpys = [(make, f"{core}.{make.__name__}") for core in _NUMPY_CORES for make in makers]
     numpys += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]

@@ -98,7 +98,7 @@ def index_text(shards: Sequence[Shard]) -> str:
 
 def shard_of(file: str, specs: Iterable[TensorSpec]) -> Shard:
     """The file that holds `specs`."""
-    # wide dtypes first, so that every tensor lies at a multiple of its element's size
+    # wide dtypes first, so that every tensor is at a multiple of its element's size
     ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = [], 0

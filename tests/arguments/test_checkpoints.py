@@ -46,7 +46,7 @@ def test_an_absent_load_is_a_misspelt_path_unless_it_is_where_the_run_saves(reci
     for wrong in ("chekpoints/run1", "ckpt2"):
         assert sentences(recipe.line(f"--load {{dir}}/{wrong}")) == [
             f"--load {recipe.dir}/{wrong} does not exist (only {recipe.dir} of it does), and it is not where --save"
-            " writes to: mend the path, or make the folder for a fresh start."
+            " writes to: fix the path, or make the folder for a fresh start."
         ]
     assert sentences(recipe.line("--load {dir}/new/run1 --save {dir}/new/run1/")) == []
 
@@ -86,11 +86,11 @@ def test_a_load_one_level_too_high_or_too_deep_says_which_to_give(recipe):
         (
             "7",
             "--load {dir}/ckpt: latest_checkpointed_iteration.txt names iter_0000007, which is not there (there is"
-            " iter_0000001): mend that file, or copy the checkpoint again.",
+            " iter_0000001): fix that file, or copy the checkpoint again.",
         ),
         (
             "seven",
-            "--load {dir}/ckpt: latest_checkpointed_iteration.txt says 'seven', neither release nor a number: mend"
+            "--load {dir}/ckpt: latest_checkpointed_iteration.txt says 'seven', neither release nor a number: fix"
             " that file.",
         ),
     ],
@@ -244,7 +244,7 @@ def test_what_is_kept_and_exported_must_fit_the_saving(recipe):
         ),
         (
             "--save-total-limit 2 --load DIR/ref --save DIR/ref",
-            "--ref-load DIR/ref lies in --save DIR/ref, where --save-total-limit and --save-retain-interval delete:"
+            "--ref-load DIR/ref is in --save DIR/ref, where --save-total-limit and --save-retain-interval delete:"
             " copy the reference to a folder of its own.",
         ),
         (

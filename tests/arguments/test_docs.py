@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 
 
 def test_the_flags_page_is_fresh():
-    assert PAGE.read_text() == markdown(), "make it anew: python -m slimrl.arguments.docs > docs/flags.md"
+    assert PAGE.read_text() == markdown(), "make it again: python -m slimrl.arguments.docs > docs/flags.md"
 
 
 def test_the_flags_page_has_every_spelling():
@@ -25,7 +25,7 @@ def test_the_flags_page_has_every_spelling():
 
 def test_the_page_of_unsupported_features_is_fresh():
     text = (PAGE.parent / "unsupported.md").read_text()
-    assert text == unsupported(), "make it anew: python -m slimrl.arguments.docs unsupported > docs/unsupported.md"
+    assert text == unsupported(), "make it again: python -m slimrl.arguments.docs unsupported > docs/unsupported.md"
 
 
 def test_an_unsupported_flag_belongs_to_one_capability_and_each_pattern_has_a_flag():

@@ -8,7 +8,7 @@ from slimrl.arguments import read_args
 from slimrl.arguments.validation import rollout
 
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
-ENDLESS = "--max-weight-staleness 2 generates without end"
+ENDLESS = "--max-weight-staleness 2 generates fully asynchronously"
 
 
 def problems(recipe, more, entry="train_async.py"):
@@ -52,11 +52,11 @@ def test_what_can_run_beside_training_passes(recipe, more, in_flight):
         (
             "--max-weight-staleness 2 --discard-surplus-groups",
             f"{ENDLESS}, and no rollout has a surplus: leave --discard-surplus-groups out; what is too old is generated"
-            " anew.",
+            " again.",
         ),
         (
             "--max-weight-staleness 2 --over-sampling-batch-size 64",
-            f"{ENDLESS}: how much is under way follows from --max-weight-staleness and --sglang-server-concurrency;"
+            f"{ENDLESS}: how much is in progress follows from --max-weight-staleness and --sglang-server-concurrency;"
             " leave --over-sampling-batch-size 64 out.",
         ),
         (

@@ -98,7 +98,7 @@ def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
     assert sentences(recipe.line(more)) == [sentence.format(dir=recipe.dir)]
 
 
-ALLOW = "mend it, or allow for bad rows with --max-bad-rows."
+ALLOW = "fix it, or allow for bad rows with --max-bad-rows."
 
 
 def write_rows(path: Path, rows: dict[int, bytes], count: int) -> None:
@@ -202,7 +202,7 @@ def test_all_of_the_first_rows_are_looked_at_and_a_sample_of_the_rest(recipe):
     # one row in 39 is sampled behind the first thousand
     assert 1 + 1 <= int(found[1]) <= 1 + 4
     assert found[2] == "2,000"
-    assert f"the first {path}:999: no column 'label' (--label-key); it has []: mend them" in sentence
+    assert f"the first {path}:999: no column 'label' (--label-key); it has []: fix them" in sentence
     write_rows(path, dict.fromkeys(range(20_000, 20_100), latin), 40_000)
     (sentence,) = sentences(recipe.line())
     line = int(re.search(rf"{path}:(\d+): not UTF-8 text", sentence)[1])
@@ -297,7 +297,7 @@ def test_the_columns_of_an_evaluation_set_are_told_by_its_own_names(recipe, conf
         " to one of them."
     ]
     (sentence,) = sentences([*line, "--eval-input-key", "question"])
-    assert f"own.jsonl:2: an empty column 'question' ({name}); it has ['label', 'question']: mend it." in sentence
+    assert f"own.jsonl:2: an empty column 'question' ({name}); it has ['label', 'question']: fix it." in sentence
 
 
 def test_many_long_rows_take_no_more_than_a_second(recipe):

@@ -207,7 +207,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 "--partial-rollout --discard-surplus-groups",
-                "--discard-surplus-groups generates finished groups anew and --partial-rollout keeps even unfinished"
+                "--discard-surplus-groups generates finished groups again and --partial-rollout keeps even unfinished"
                 " ones: give one of the two.",
             ),
         ],

@@ -130,7 +130,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--ci-save-grad-norm {dir}/{{rollout_id}}{{step_id}} --ci-load-grad-norm"
                 " {dir}/{{rollout_id}}{{step_id}}",
-                "--ci-load-grad-norm {dir}/{{rollout_id}}{{step_id}} is --ci-save-grad-norm too, which writes it anew:"
+                "--ci-load-grad-norm {dir}/{{rollout_id}}{{step_id}} is --ci-save-grad-norm too, which writes it again:"
                 " give another path.",
             ),
         ],

@@ -1,4 +1,4 @@
-"""What is lost is replaced in order: ended, started anew, given weights, and only then asked; up to a limit."""
+"""What is lost is replaced in order: ended, started again, given weights, and only then asked; up to a limit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FakeRouter:
 
     def restart(self, log_path: Path) -> None:
         self.known, self.code = [], None
-        self.logs.append(log_path.name)  # last: the test goes on then, from another thread
+        self.logs.append(log_path.name)  # last: the test continues then, from another thread
 
     def wait_alive(self, timeout_s: float) -> None: ...
 
@@ -104,7 +104,7 @@ class FakeRouter:
 class FakeFleet:
     def __init__(self, count: int) -> None:
         self.engines = [FakeEngine(index) for index in range(count)]
-        self.same_urls = False  # as servers of the user's have, when they are started anew
+        self.same_urls = False  # as servers of the user's have, when they are started again
         self.router = FakeRouter()
         self.router.known = [engine.url for engine in self.engines]
 
@@ -205,7 +205,7 @@ def test_nobody_blames_the_successor_of_a_server_that_was_ill(monkeypatch):
             first.url = f"http://127.0.0.1:{free_port()}"  # nobody answers there
             await recovery.begin_weight_update(False)
             failed = asyncio.create_task(recovery.weight_update_failed([first.url]))
-            await asyncio.sleep(0.1)  # the probe is under way
+            await asyncio.sleep(0.1)  # the probe is in progress
             first.die()
             await until(lambda: recovery._places[0].phase.value == "waiting")
             assert await failed == [first.url]

@@ -94,7 +94,7 @@ async def server_of(folder, version: str, *, makes_tokens: bool = True, instead:
         (
             "17",
             True,
-            "it has the weights '17' of another run, and --debug-rollout-only updates none: start it anew",
+            "it has the weights '17' of another run, and --debug-rollout-only updates none: restart it",
         ),
         (
             "default",

@@ -77,8 +77,8 @@ def end(monkeypatch, caplog):
 
 @pytest.mark.parametrize("kind", [TooManyGraderFailuresError, SampleError, ChangedDataError])
 def test_an_error_with_a_sentence_is_that_sentence(end, kind):
-    code, record = end(kind("rollout 3: mend the grader"))
-    assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: mend the grader", None)
+    code, record = end(kind("rollout 3: fix the grader"))
+    assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: fix the grader", None)
 
 
 def test_what_nobody_foresaw_comes_with_its_traceback(end):

@@ -41,7 +41,7 @@ def test_the_users_host_is_respected():
     assert called_at(None, "10.0.0.7") == "10.0.0.7"
     assert called_at("0.0.0.0", "127.0.0.1") == "127.0.0.1"
     assert called_at("10.1.1.1", "127.0.0.1", ["a", "a"]) == "10.1.1.1"
-    with pytest.raises(EngineError, match=r"--sglang-host 10.1.1.1 is on one node, and the servers lie on 2: leave it"):
+    with pytest.raises(EngineError, match=r"--sglang-host 10.1.1.1 is on one node, and the servers are on 2: leave it"):
         called_at("10.1.1.1", "127.0.0.1", ["a", "b"])
 
 

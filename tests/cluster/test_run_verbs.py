@@ -106,7 +106,7 @@ def test_a_wait_for_groups_on_their_way_is_not_called_one_for_a_rollout():
     run = run_in(world)
     generation = run.start_generation(4)
     run.drain_generation(generation)
-    assert world.waits == ["the groups on their way"]
+    assert world.waits == ["the groups in flight"]
     one_ahead = World(None)
     run = run_in(one_ahead, max_weight_staleness=None)
     run.drain_generation(run.start_generation(4))

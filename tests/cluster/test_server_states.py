@@ -84,7 +84,7 @@ def test_servers_that_keep_others_waiting_are_named_and_the_others_are_not(monke
     assert asyncio.run(states(engines)) == [
         "SGLang server 1 (/silent) does not answer",
         "SGLang server 2 (/silent) has stopped processes: sglang::scheduler (4711), python (4712) (SIGSTOP or a"
-        " debugger: `kill -CONT` lets them go on)",
+        " debugger: `kill -CONT` lets them continue)",
         "SGLang server 3 (/well) cannot be asked: no answer of its actor",
         "SGLang server 4 (/well) cannot be asked: RuntimeError",
     ]

@@ -158,7 +158,7 @@ def test_what_is_left_is_poured_where_least_was_spent(spent, rest):
     shares = bin_packing.fill_up(spent, limit, rest)
     assert sum(shares) == pytest.approx(rest)
     assert all(share >= 0 and done + share <= limit + 1e-9 for share, done in zip(shares, spent, strict=True))
-    # the largest share cannot be smaller: every smaller one stands at its limit
+    # the largest share cannot be smaller: every smaller one is at its limit
     assert all(
         share == pytest.approx(max(shares)) or done + share == pytest.approx(limit)
         for share, done in zip(shares, spent, strict=True)
@@ -181,7 +181,7 @@ def test_bins_stand_dearest_first_on_every_rank():
 @pytest.mark.parametrize(
     ("lengths", "furthest", "mean"),
     [
-        # as the rows were filled, the dearest rank has 463, 0.43 % above the mean: nothing is mended
+        # as the rows were filled, the dearest rank has 463, 0.43 % above the mean: nothing is fixed
         ([214, 21, 43, 64, 38, 81, 92, 32, 88, 57, 52, 87, 91, 91, 67, 92, 67, 27, 79], 463, 461),
         # the dearest would have 468, 0.57 % above the mean: the last row is filled once more, leaning
         ([200, 95, 72, 99, 30, 47, 31, 73, 61, 69, 93, 93, 72, 67, 21, 91, 21, 60, 72, 29], 467, 1396 / 3),

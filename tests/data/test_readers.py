@@ -231,13 +231,13 @@ def test_a_mix_that_does_not_add_up_is_refused(words, sentence):
 @pytest.mark.parametrize(
     ("bad", "allowed", "first", "lines", "last"),
     [
-        (1, 0, "1 bad row in data.jsonl: mend it", 2, "row 0"),
-        (20, 5, "20 bad rows in data.jsonl (5 allowed): mend it", 21, "row 19"),
-        (21, 5, "21 bad rows in data.jsonl (5 allowed): mend it", 22, "and 1 more"),
+        (1, 0, "1 bad row in data.jsonl: fix it", 2, "row 0"),
+        (20, 5, "20 bad rows in data.jsonl (5 allowed): fix it", 21, "row 19"),
+        (21, 5, "21 bad rows in data.jsonl (5 allowed): fix it", 22, "and 1 more"),
     ],
 )
 def test_the_first_twenty_bad_rows_are_listed_and_the_others_counted(bad, allowed, first, lines, last):
-    shown = str(bad_rows_error("data.jsonl", [f"row {number}" for number in range(bad)], allowed, "mend it"))
+    shown = str(bad_rows_error("data.jsonl", [f"row {number}" for number in range(bad)], allowed, "fix it"))
     assert [line.strip() for line in shown.splitlines()][:: lines - 1] == [first, last]
     assert len(shown.splitlines()) == lines
 

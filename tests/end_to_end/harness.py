@@ -38,7 +38,7 @@ class Started:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.kill_everything()  # a run that goes on would slow down every test after this one
+            self.kill_everything()  # a run that continues would slow down every test after this one
             raise
         seconds = time.monotonic() - self.started
         left = [*wait_until_gone(self.mark), *self._left_files()]
@@ -160,7 +160,7 @@ def launch(
 ) -> Started:
     """Starts a command with a bare environment (and `more`), a temporary folder and a process group of its own."""
     mark = uuid.uuid4().hex
-    temporary = Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets lie in it
+    temporary = Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets are in it
     environment = {"PATH": path, "HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: mark}
     before = shared_memory()
     with open(log, "w") as output:

@@ -1,7 +1,7 @@
 """SIGKILLs that are aimed at saves and weight updates, and the proof of where they fell.
 
 The proof is the timeline of train rank 0, whose blocks are in its file as soon as they begin and whose calls as soon as
-they end, in the clock of whoever kills; and for a save the unfinished folder that lies in the checkpoints' folder.
+they end, in the clock of whoever kills; and for a save the unfinished folder that is in the checkpoints' folder.
 """
 
 from __future__ import annotations

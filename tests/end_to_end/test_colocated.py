@@ -62,7 +62,7 @@ def whole(tiny):
 
 @pytest.fixture(scope="module")
 def resumed(tiny, tmp_path_factory):
-    """The same run, killed without warning on its way and started again."""
+    """The same run, killed without warning in flight and started again."""
     folder = tmp_path_factory.mktemp("resumed")
     first = harness.start("train.py", colocated(tiny, folder), folder, "resumed", tiny.home)
     first.wait_for_line("iter_0000002", 150)

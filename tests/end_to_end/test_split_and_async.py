@@ -1,4 +1,4 @@
-"""Training and generation on GPUs of their own: broadcast weights, and one step ahead."""
+"""Training and generation on GPUs of their own: broadcast weights, and one-step off-policy."""
 
 import json
 import shutil

@@ -77,7 +77,7 @@ def test_supervised_training_starts_at_transformers_loss_and_learns_without_engi
     assert f"saving {tmp_path}/checkpoints/iter_0000014 in the background" in done.output
     kept = ["iter_0000014", "iter_0000019", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
-    for saved in (4, 9, 14):  # what was exported while training went on is what the next rollout was trained with
+    for saved in (4, 9, 14):  # what was exported while training continued is what the next rollout was trained with
         exported = negative_log_likelihood(tmp_path / f"hf_{saved}", conversations)
         assert losses[saved + 1] == pytest.approx(exported, rel=1e-5)
     assert (tmp_path / "hf_19" / "config.json").is_file()

@@ -55,7 +55,7 @@ def test_a_stopped_rank_is_named_and_so_is_the_line_in_which_the_other_waits(tin
     stacks = (started.run_dir / "logs" / f"train-rank{match[3]}.log").read_text()
     assert "most recent call first" in stacks
     steps = started.log.read_text().count("step ")
-    victim.send_signal(signal.SIGCONT)  # nobody was harmed by being asked: the run goes on where it was
+    victim.send_signal(signal.SIGCONT)  # nobody was harmed by being asked: the run continues where it was
     while started.log.read_text().count("step ") < steps + 3:
         assert started.process.poll() is None
         time.sleep(0.05)

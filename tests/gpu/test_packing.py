@@ -25,7 +25,7 @@ def logits_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Logits of all samples end to end, as this rank has them, and the gradient of all weights, summed over ranks.
 
-    `packs` are the numbers of the samples that stand in each pack; the loss is a fixed weighting of the logits.
+    `packs` are the numbers of the samples that are in each pack; the loss is a fixed weighting of the logits.
     """
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder

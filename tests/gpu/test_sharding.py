@@ -49,7 +49,7 @@ def test_megatron_fsdp_resumes_on_gpus(model: dict[str, Any], tmp_path: Path):
 
 
 def places_of_state(rank: int, size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, int]:
-    """Elements of the optimizer's float32 copies and moments after a step, by the device they lie on."""
+    """Elements of the optimizer's float32 copies and moments after a step, by the device they are on."""
     trainer = ranks.start(rank, size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, rollout))
     found = {"cpu": 0, "cuda": 0}

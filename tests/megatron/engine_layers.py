@@ -102,7 +102,7 @@ class NormAndColumnLinear(EngineColumnLinear):
 
 
 def _give_memory(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """What was made without memory is made anew with it, unless the configuration says where it is to be."""
+    """What was made without memory is made again with it, unless the configuration says where it is to be."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.is_meta and not config.init_model_with_meta_device:
             setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter, device="cpu")))

@@ -1,7 +1,7 @@
 """Runs functions on N processes that form one torch.distributed world, with a time limit.
 
 Every call has processes of its own, so that nothing of one job is there in the next: process groups keep threads, which
-go on spinning on their closed sockets for as long as anything refers to them. They are forked off a server that has
+continue spinning on their closed sockets for as long as anything refers to them. They are forked off a server that has
 imported the heavy packages once, so that a call costs little more than its own work.
 """
 

@@ -1,6 +1,6 @@
 """A packed micro-batch goes through the model and the loss without the host waiting for the device.
 
-The model lies on a device without values ("meta"): whoever asks for one fails, and what the host makes for itself can
+The model is on a device without values ("meta"): whoever asks for one fails, and what the host makes for itself can
 still be read. Experts, whose inputs are as long as the router says, are counted on the CPU.
 """
 
@@ -101,7 +101,7 @@ EXPERTS = {
 EXPERTS_OF_TWO_RANKS = EXPERTS | {"numpy": 3}
 # a tensor that megatron-core makes in host memory, in the pass and where it is computed again
 ATTENTION_AGAIN = {"attention.py:custom_forward _local_scalar_dense": 2}
-# of the lengths, because they lie in host memory here
+# of the lengths, because they are in host memory here
 MICRO_BATCH = {"reduction.py:sample_mean_weights _local_scalar_dense": 1}
 STEP = {"finalize_model_grads.py:finalize_model_grads _local_scalar_dense": 1}
 

@@ -28,7 +28,7 @@ SEED = 7
 
 
 def digest(trainer: Any, offset: int) -> str:
-    """Of everything this rank goes on from."""
+    """Of everything this rank continues from."""
     total = hashlib.sha256(str(offset).encode())
     for name, value in sorted(ranks.local_state(trainer).items()):
         total.update(name.encode())

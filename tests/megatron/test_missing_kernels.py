@@ -1,4 +1,4 @@
-"""The warning of a GPU without Transformer Engine names what is slower and what mends it."""
+"""The warning of a GPU without Transformer Engine names what is slower and what fixes it."""
 
 from __future__ import annotations
 

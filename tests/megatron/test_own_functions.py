@@ -1,4 +1,4 @@
-"""Functions of the user's in training: a loss, advantages and a model written anew train as slimrl's own do."""
+"""Functions of the user's in training: a loss, advantages and a model written again train as slimrl's own do."""
 
 from __future__ import annotations
 

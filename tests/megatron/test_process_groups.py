@@ -64,7 +64,7 @@ def test_partial_groups_in_every_order_need_no_collective_of_others():
 
 
 def join_beside_training(rank: int, world_size: int, init_method: str, args: Arguments, port_file: str) -> float:
-    """Ranks 0 and 1 train; rank 0 alone joins a group with an outsider, which "rank" 2 plays, while 1 goes on."""
+    """Ranks 0 and 1 train; rank 0 alone joins a group with an outsider, which "rank" 2 plays, while 1 continues."""
     from slimrl.weights.update.transport_distributed import join_group
 
     place = Path(port_file)

@@ -1,4 +1,4 @@
-"""A checkpoint saved in one parallel layout goes on in another: the very next step is the same."""
+"""A checkpoint saved in one parallel layout continues in another: the very next step is the same."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def flags_of(kind: str, request: pytest.FixtureRequest) -> Arguments:
     return args
 
 
-# name: model, flags of the ranks that save, flags of those that go on; ranks of both
+# name: model, flags of the ranks that save, flags of those that continue; ranks of both
 CHANGES = {
     "dense, TP2 to PP2": ("models", TP2, PP2, 2, 2),
     "dense, one rank to DP2": ("models", {}, {}, 1, 2),

@@ -55,7 +55,7 @@ def test_a_run_reports_on_through_a_full_disk(tmp_path: Path):
     told = on_small_disk(report_and_look, tmp_path / "disk", 1024)
     for what in ("the summary", "TensorBoard's folder", "the rollout dump"):
         assert told.count(f"{what}") >= 2, told
-    assert told.count("summary.json cannot be written, and the run goes on without: [Errno 28] No space left") == 2
+    assert told.count("summary.json cannot be written, and the run continues without: [Errno 28] No space left") == 2
     assert told.count("summary.json can be written again") == 2
     assert "Logging error" not in told
     assert told.count("Traceback") <= 4  # TensorBoard's own threads, one for each of two files and times

@@ -72,7 +72,7 @@ def test_the_age_of_the_samples_is_told_where_any_is_older_than_its_weights(tmp_
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     old = any(ages)
     assert ("age of the samples in rollouts (mean, largest) 0.62 2" in lines) is old
-    assert ("groups begun anew, being too old 6" in lines) is old
+    assert ("groups restarted, being too old 6" in lines) is old
     assert any("age of the samples" in line for line in lines) is old
 
 

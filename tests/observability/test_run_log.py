@@ -307,7 +307,7 @@ def test_a_finished_run_can_be_prolonged(tmp_path):
         (2, "between"),
         (4, "after"),
     ]
-    assert summary["eval"]["history"][1]["scores"] == {"addition": 0.4}, "evaluated again when it went on"
+    assert summary["eval"]["history"][1]["scores"] == {"addition": 0.4}, "evaluated again when it continued"
     assert not (tmp_path / "summary.1.json").exists(), "nothing was dropped"
 
 

@@ -157,7 +157,7 @@ def test_a_failure_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplo
     summary = train(arguments(tmp_path), 0, 5)
     assert summary["status"] == "completed" and len(summary["steps"]) == 5
     assert broken.rows == [{"eval/addition": 0.4, "eval/addition-truncated_ratio": 0.0, "eval/step": 0}]
-    said = [entry.getMessage() for entry in caplog.records if "W&B, training goes on" in entry.getMessage()]
+    said = [entry.getMessage() for entry in caplog.records if "W&B, training continues" in entry.getMessage()]
     assert len(said) == 1 and "ConnectionError: the service is gone" in said[0]
 
 

@@ -1,4 +1,4 @@
-"""Functions of a user's for runs of generation without end, and that generation, one step at a time."""
+"""Functions of a user's for runs of fully asynchronous generation, and that generation, one step at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def turns(count: int) -> None:
 
 @contextlib.asynccontextmanager
 async def endless(args, tokenizer, engine=None, source=None, requests=1000):
-    """A generator whose generation without end is to be begun with `set_weight_version`, its data source and its
+    """A generator whose fully asynchronous generation is to be begun with `set_weight_version`, its data source and its
     engine.
     """
     source = source or RolloutDataSource(args, tokenizer)

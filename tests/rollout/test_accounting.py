@@ -173,6 +173,6 @@ def test_the_books_of_any_run_balance(
     done = run(args, tokenizer, rollouts=9, crashes=crashes, gpus=gpus)
     check_books(done, args, tokenizer)
     check_samples(done, args, tokenizer)
-    if discard and not partial:  # every token was drawn by the weights it is trained with
+    if discard and not partial:  # every token was sampled by the weights it is trained with
         for rollout, groups in enumerate(done.trained):
             assert {v for group in groups for sample in group for v in sample.weight_versions} == {str(rollout)}

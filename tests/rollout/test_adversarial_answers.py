@@ -1,4 +1,6 @@
-"""Whatever a response is, every rule judges it or gives it up as a failure, and the same graders go on afterwards."""
+"""Whatever a response is, every rule judges it or gives it up as a failure, and the same graders continue
+afterwards.
+"""
 
 import asyncio
 

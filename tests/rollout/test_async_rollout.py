@@ -28,7 +28,7 @@ PROMPTS = 12
 
 
 class GoingOnEngine(ScriptedEngine):
-    """Its requests go on when the version changes; each token takes up to `slowest` turns of the event loop."""
+    """Its requests continue when the version changes; each token takes up to `slowest` turns of the event loop."""
 
     def __init__(self, gpus: int, slowest: int, seed: int) -> None:
         super().__init__(gpus)
@@ -66,7 +66,7 @@ class GoingOnEngine(ScriptedEngine):
 
 @dataclasses.dataclass
 class Run:
-    """What a run trained on, by rollout, every group it judged, and where its data stand at the end."""
+    """What a run trained on, by rollout, every group it judged, and where its data are at the end."""
 
     trained: list
     judged: list
@@ -94,7 +94,7 @@ def run(
     """As train_async.py: the next rollout is asked for before this one trains; a checkpoint after each second one.
 
     After rollout r of `crashes` = {r: (turns, bound)} the run is killed that many turns of the event loop later and
-    goes on from its last checkpoint with another bound, as a new process would.
+    continues from its last checkpoint with another bound, as a new process would.
     """
     crashes, chance = dict(crashes or {}), random.Random(seed)
     args = dataclasses.replace(args, custom={"judged": []})

@@ -1,4 +1,4 @@
-"""Generation without end, one step at a time: failures, skipped weight updates, what is too old, what came from
+"""Fully asynchronous generation, one step at a time: failures, skipped weight updates, what is too old, what came from
 elsewhere.
 """
 
@@ -23,7 +23,7 @@ from tests.rollout.test_async_rollout import GoingOnEngine, left, scripted
 
 @pytest.fixture
 def make(make_args):
-    """Arguments of generation without end, that keep no books."""
+    """Arguments of fully asynchronous generation, that keep no books."""
     return lambda **changes: scripted(make_args, **{"rollout_all_samples_process_path": None, **changes})
 
 
@@ -150,7 +150,7 @@ def carried_over(args, tokenizer, count: int, **changes) -> dict:
 @pytest.mark.parametrize(
     ("carried", "dropped"),
     [
-        ({"weight_versions": ["1"]}, 0),  # as a slimrl wrote that knew of no spans: begun anew at once
+        ({"weight_versions": ["1"]}, 0),  # as a slimrl wrote that knew of no spans: restarted at once
         ({"weight_versions": ["4"], "version_spans": [["4", 2]]}, 4),  # known to be old: when it is finished
         ({"weight_versions": ["9"], "version_spans": [["9", 2]]}, 0),  # weights that are yet to come
         ({}, 0),

@@ -1,4 +1,4 @@
-"""Prompts come once per epoch, in an order that only the seed decides, and a resumed run goes on exactly there."""
+"""Prompts come once per epoch, in an order that only the seed decides, and a resumed run continues exactly there."""
 
 import json
 import logging

@@ -133,7 +133,7 @@ def test_a_function_that_fails_is_skipped_in_no_evaluation_and_the_sentence_says
     text = str(caught.value)
     assert text.startswith("evaluation set 'hard': the reward of sample ")
     said = "--skip-failed-samples skips no sample of an evaluation, whose result would be another one"
-    assert (text.splitlines()[-1] == f"{said}: mend the function") is skips
+    assert (text.splitlines()[-1] == f"{said}: fix the function") is skips
 
 
 def test_rewards_that_are_dicts_need_a_key(evaluate, make_eval_dataset, tmp_path, monkeypatch):

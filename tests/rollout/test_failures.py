@@ -31,7 +31,7 @@ async def reward(args, sample):
     return 1.0
 
 async def always(args, sample):
-    raise KeyError("verdict")
+    raise KeyError("score")
 
 async def generate(args, sample, sampling_params, engine=None):
     answer = await engine.generate(sample.tokens, sampling_params)

@@ -49,7 +49,7 @@ async def returns_text(args, sample, sampling_params):
 
 async def failing_reward(args, sample, **kwargs):
     if sample.index == 5:
-        raise KeyError("verdict")
+        raise KeyError("score")
     return 1.0
 
 def reverse_rollout(args, rollout_id, data_source, *, evaluation, generator=None):
@@ -180,7 +180,7 @@ def test_a_failing_engine_ends_the_rollout_with_the_samples_name_and_no_task_lef
 
 
 def test_a_failing_reward_function_names_the_sample_the_prompt_and_the_cause(roll, hooks):
-    with pytest.raises(SampleError, match=r"reward of sample 5 \(group 2\) failed: KeyError: 'verdict'; its prompt"):
+    with pytest.raises(SampleError, match=r"reward of sample 5 \(group 2\) failed: KeyError: 'score'; its prompt"):
         roll(custom_rm_path=f"{hooks}.failing_reward")
 
 
@@ -352,7 +352,7 @@ def test_the_filter_drops_groups_without_spread_and_the_batch_still_fills(roll, 
 
 
 def test_surplus_groups_go_back_and_every_prompt_is_seen_exactly_once(roll, fake_engine, hooks):
-    # The slow prompts of the first wave are under way when the batch is full: they must come again, untouched.
+    # The slow prompts of the first wave are in progress when the batch is full: they must come again, untouched.
     slow = {"1+1=", "6+6="}
     engine = fake_engine(delay=lambda prompt, call: 5.0 if prompt in slow and call < 16 else 0.0)
     outputs, engine, source = roll(

@@ -18,7 +18,7 @@ async def rank(args, samples):
     return [float(place) for place, _ in enumerate(samples)]
 
 async def broken(args, samples):
-    raise KeyError("verdict")
+    raise KeyError("score")
 """
 
 

@@ -308,7 +308,7 @@ def test_a_module_that_exits_on_import_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     error = raised_by(lambda: hooks.resolve("exits_on_import.reward", hooks.CustomReward))
     assert isinstance(error, hooks.HookError)
-    assert "itself cannot be imported (SystemExit: no GPU here): mend the module" in str(error)
+    assert "itself cannot be imported (SystemExit: no GPU here): fix the module" in str(error)
 
 
 def test_a_sample_that_failed_so_says_that_it_failed(roll, exiting, monkeypatch):

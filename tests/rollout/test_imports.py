@@ -1,4 +1,4 @@
-"""The rollout room stands on its own: no engine, trainer or cluster package comes in with it."""
+"""The rollout room is on its own: no engine, trainer or cluster package comes in with it."""
 
 import subprocess
 import sys

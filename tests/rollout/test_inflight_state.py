@@ -1,4 +1,6 @@
-"""What a checkpoint holds of the groups that were drawn and not trained on: packed, plain, and read again as it was."""
+"""What a checkpoint holds of the groups that were sampled and not trained on: packed, plain, and read again as it
+was.
+"""
 
 from __future__ import annotations
 

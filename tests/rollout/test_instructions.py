@@ -104,7 +104,7 @@ def test_values_that_mean_nothing_to_an_instruction_are_passed_over():
     [
         ({}, "metadata.instruction_id_list is missing or empty"),
         ({"instruction_id_list": ["no:such"]}, "has 'no:such', which is not known: use one of"),
-        ({"instruction_id_list": ["startend:end_checker"], "kwargs": [{}]}, "lacks end_phrase: mend the row"),
+        ({"instruction_id_list": ["startend:end_checker"], "kwargs": [{}]}, "lacks end_phrase: fix the row"),
         (
             {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
             "not one entry for each of the 1 instructions",

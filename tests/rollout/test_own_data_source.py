@@ -1,4 +1,4 @@
-"""A data source of the user's takes the built-in one's place, is checked at the start and goes on after a restart."""
+"""A data source of the user's takes the built-in one's place, is checked at the start and continues after a restart."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is cut off when a rollout is full goes on in the next one: budget, rewards, hooks, functions of the user's."""
+"""What is cut off when a rollout is full continues in the next one: budget, rewards, hooks, functions of the user's."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_continued_request_has_the_tokens_so_far_and_what_is_left_of_the_budge
     assert {sampling_seed(42, index) for index in range(8)} <= {seed for _, _, seed in engine.asked}
     trained = [sample.response_length for output in outputs for group in output.groups for sample in group]
     waiting = [sample["response_length"] for group in source.state_dict()["returned"] for sample in group]
-    assert engine.generated == sum(trained) + sum(waiting)  # no token was drawn in vain
+    assert engine.generated == sum(trained) + sum(waiting)  # no token was sampled in vain
 
 
 def test_a_slow_reward_does_not_hold_up_a_full_rollout_and_hooks_see_a_sample_once(make_args, tokenizer, hooks):

@@ -82,7 +82,7 @@ def test_the_reply_is_the_reward(text, reward):
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_refused_request_is_sent_once(status):
     error, asked = ask((status, "bad label"))
-    assert isinstance(error, RemoteRefused) and f"answered HTTP {status}: bad label; mend the request" in str(error)
+    assert isinstance(error, RemoteRefused) and f"answered HTTP {status}: bad label; fix the request" in str(error)
     assert len(asked) == 1
 
 

@@ -1,4 +1,4 @@
-"""Answers without a verdict: told in the log line, and the end of the run where there are too many of them."""
+"""Answers without a score: told in the log line, and the end of the run where there are too many of them."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def samples(*reasons):
 
 def test_a_rollout_of_which_all_failed_ends_the_run_with_the_reasons():
     with pytest.raises(
-        TooManyGraderFailuresError, match="rollout 7: the graders came to no verdict on 3 of 3 answers"
+        TooManyGraderFailuresError, match="rollout 7: the graders came to no score on 3 of 3 answers"
     ) as caught:
         require_verdicts(samples("slow", "died", "slow"), 1.0, "rollout 7")
     assert "(2 times: slow; 1 times: died)" in str(caught.value)
@@ -40,6 +40,6 @@ def test_the_lines_of_a_step_and_of_an_evaluation_tell_of_failures():
         seconds = dict.fromkeys(("generate", "train", "update_weights", "total"), 1.0)
         return step_line(StepRecord(3, "3", rollout, [], seconds), {}, seconds)
 
-    assert " | NO VERDICT on 2 answers | " in line(2.0) and "VERDICT" not in line(0.0)
-    assert evaluation_words("aime", 0.5, {"eval/aime-reward_failures": 4.0}) == "aime 0.5 (NO VERDICT on 4 answers)"
+    assert " | NO SCORE on 2 answers | " in line(2.0) and "VERDICT" not in line(0.0)
+    assert evaluation_words("aime", 0.5, {"eval/aime-reward_failures": 4.0}) == "aime 0.5 (NO SCORE on 4 answers)"
     assert evaluation_words("aime", 0.5, {"eval/aime-reward_failures": 0.0}) == "aime 0.5"

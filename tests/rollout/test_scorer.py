@@ -150,7 +150,7 @@ def test_a_grader_without_a_verdict_is_counted_not_hidden(make_args, caplog):
     finally:
         scorer.close()
     assert sample.metadata["reward_failure"] == "the grader took more than 0.5 s grading and was killed"
-    assert "sample 3: no verdict on its answer, judged as wrong" in caplog.text
+    assert "sample 3: no score on its answer, scored as wrong" in caplog.text
 
 
 # --group-rm ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from slimrl.rollout.generation.multi_turn import end_at_stop_string
 
 
 def cut_and_continued(tokenizer, text: str, cut: int, stop, *, status=SampleStatus.COMPLETED) -> Sample:
-    """`text` as a response that was cut after `cut` bytes and went on."""
+    """`text` as a response that was cut after `cut` bytes and continued."""
     response = tokenizer(text, add_special_tokens=False)["input_ids"]
     sample = Sample(prompt="q", tokens=[7, 8, 9, *response], response_length=len(response), status=status)
     sample.loss_mask, sample.rollout_log_probs = [1] * len(response), [-0.5] * len(response)

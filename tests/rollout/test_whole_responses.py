@@ -1,8 +1,8 @@
-"""Whole responses as models write them, with label and verdict, through the rule that `--rm-type` names.
+"""Whole responses as models write them, with label and score, through the rule that `--rm-type` names.
 
 `whole_responses.jsonl` was written in two rounds without a look at what the graders said. Of the first round (507, of
 which four that may be read both ways were left out) 85.8 of 100 were judged right at first sight, and 18 wrong answers
-passed; the graders were mended. Of the second (112) 98.2 of 100 were, and one wrong answer passed. The third (120) was
+passed; the graders were fixed. Of the second (112) 98.2 of 100 were, and one wrong answer passed. The third (120) was
 written to a list of what had then gone wrong: 87 of it were judged wrongly, and 25 wrong answers passed.
 """
 
@@ -27,7 +27,7 @@ def algebraic():
 
 
 def judged_right(row, algebraic):
-    """Whether the verdict is the row's, by the way of `registry.grade` without the processes between."""
+    """Whether the score is the row's, by the way of `registry.grade` without the processes between."""
     sample = Sample(prompt="q", response=row["response"], label=row["label"], metadata=row.get("metadata", {}))
     request = registry.request_of(row["rule"], sample)
     reward = registry.at_first_sight(row["rule"], sample, request)

@@ -152,7 +152,7 @@ def test_an_installation_that_stopped_shows_pips_last_lines_and_goes_on_the_next
     stopped = checkout.prepare()
     assert stopped.returncode == 1
     assert "no space left" in stopped.stderr
-    assert "Run the same command again to go on" in stopped.stderr
+    assert "Run the same command again to continue" in stopped.stderr
     checkout.python("../checkout/.venv/bin/python", 11)
     assert checkout.prepare().returncode == 0
     assert checkout.pip_calls[-1] == "--no-deps --no-build-isolation -e ."

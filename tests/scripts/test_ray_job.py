@@ -51,7 +51,7 @@ def test_the_exit_code_is_that_of_the_command(status, code, expected):
 
 
 class Client:
-    """A cluster that takes a job, tells a part of its output and is gone, or goes on without its output."""
+    """A cluster that takes a job, tells a part of its output and is gone, or continues without its output."""
 
     def __init__(self, statuses: list[JobStatus]) -> None:
         self.statuses = statuses

@@ -25,7 +25,7 @@ GPUS = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_r
 
 
 def node(rank: int, folder: Path, **variables: str) -> harness.Started:
-    """The script of one node; all nodes of a test stand on this machine."""
+    """The script of one node; all nodes of a test are on this machine."""
     (folder / str(rank)).mkdir()
     return harness.launch(
         ["bash", "-c", SCRIPT, "script", GPUS],

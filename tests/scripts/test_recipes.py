@@ -107,7 +107,7 @@ def test_a_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     assert not re.search(r"INFO \S+\.py:\d+ -- |submitted successfully|ray job", done.output)  # Ray's own lines
     lines = done.output.splitlines()
     assert any(re.match(r"\d\d:\d\d:\d\d completed: .* over 2 steps in ", line) for line in lines)
-    assert lines[-1].split()[0] == "export"  # the last lines say how to go on
+    assert lines[-1].split()[0] == "export"  # the last lines say how to continue
     shutil.rmtree(folder)
 
 

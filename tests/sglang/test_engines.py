@@ -223,7 +223,7 @@ def test_a_model_with_a_calculator_is_trained_on_the_very_tokens_it_sampled(flee
 def test_an_agent_written_for_slime_is_trained_on_the_very_tokens_it_sampled(
     fleet, reference, tmp_path, monkeypatch, agent
 ):
-    """Both ask the real router; once the batch is full what is on its way is aborted, and begins anew."""
+    """Both ask the real router; once the batch is full what is in flight is aborted, and restarts."""
     monkeypatch.syspath_prepend(Path(rollout_jobs.__file__).parents[1] / "compatibility/slime_style")
     tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
     args = rollout_jobs.rollout_args(

@@ -54,7 +54,7 @@ def test_one_changed_element_is_found_named_and_measured(converted, tmp_path):
     arguments = ("--input-dir", converted / "torch_dist" / "release", "--hf-checkpoint", other)
     done = run_tool(TOOL, *arguments, "--worst", 1)
     assert done.returncode == 1 and "DIFFERENT: 1 of 24 tensors differ" in done.stdout
-    worst = done.stdout.splitlines()[2].split()  # below the verdict on the bytes and the head
+    worst = done.stdout.splitlines()[2].split()  # below the score on the bytes and the head
     assert worst[-1] == "model.layers.1.self_attn.k_proj.weight" and float(worst[0]) == pytest.approx(0.5, abs=1e-6)
     assert run_tool(TOOL, *arguments, "--tolerance", 0.6).returncode == 0
 

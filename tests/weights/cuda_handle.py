@@ -37,7 +37,7 @@ class _OnGpu:
 
 
 class _Buffer(CudaSharedBuffer):
-    """The real reference to memory that lies on the host."""
+    """The real reference to memory that is on the host."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", 3)

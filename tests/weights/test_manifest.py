@@ -1,4 +1,4 @@
-"""The cheap check of every weight update: a bucket that differs from the table is found before a server goes on."""
+"""The cheap check of every weight update: a bucket that differs from the table is found before a server continues."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from slimrl.weights.update.topology import EngineEndpoint, check_without_stages,
 
 
 def engines(*gpus: list[int], per_node: int | None = None, tensor_parallel: int | None = None) -> list[EngineEndpoint]:
-    """Engines on these GPUs; `per_node` GPUs lie on each node, None: one machine."""
+    """Engines on these GPUs; `per_node` GPUs are on each node, None: one machine."""
     return [
         EngineEndpoint(
             f"http://e{number}",

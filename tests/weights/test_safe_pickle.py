@@ -137,7 +137,7 @@ def test_metadata_that_places_a_tensor_outside_the_folder_is_refused(checkpoint:
     for info in metadata.storage_data.values():
         info.relative_path = name
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata says that decoder.* lies in .*no file of this folder"):
+    with pytest.raises(ValueError, match=r"\.metadata says that decoder.* is in .*no file of this folder"):
         read_metadata(checkpoint)
 
 

@@ -139,7 +139,7 @@ def test_a_server_that_keeps_refusing_is_named_with_how_all_stand_and_no_server_
     servers = [RecordingServer("http://a"), RecordingServer("http://b", fails_at=1)]
     with pytest.raises(WeightSyncError) as caught:
         updater_for(*servers).update_weights(random_model(1), version="3")
-    assert "'3' did not get into every server (3 of 3 attempts), so no server goes on: " in str(caught.value)
+    assert "'3' did not get into every server (3 of 3 attempts), so no server continues: " in str(caught.value)
     assert "failed on http://b: out of memory; " in str(caught.value)
     for server in servers:
         assert f"{server.url} is stopped and reports version 'default'" in str(caught.value)
@@ -239,7 +239,7 @@ def test_the_tensors_of_every_layer_take_the_same_memory():
 
 
 class CorruptingTransport(TensorTransport):
-    """Turns over one bit of one tensor on its way."""
+    """Turns over one bit of one tensor in flight."""
 
     def start(self, bucket):
         for name, tensor in bucket.tensors():

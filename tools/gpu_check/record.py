@@ -44,7 +44,7 @@ class Figure:
         return None
 
     def text(self) -> str:
-        """As it stands in the table, e.g. "loss 0.0021 (at most 0.031)"."""
+        """As it is in the table, e.g. "loss 0.0021 (at most 0.031)"."""
         shown = f"{self.name} {plain(self.value)}{' ' + self.unit if self.unit else ''}"
         if self.at_most is not None:
             shown += f" (at most {plain(self.at_most)})"
@@ -102,7 +102,7 @@ class Record:
         self.save(done=False)
 
     def require(self, right: bool, complaint: str) -> None:
-        """Makes the check fail for this reason unless `right`; the check goes on."""
+        """Makes the check fail for this reason unless `right`; the check continues."""
         self.complain_about(None if right else complaint)
 
     def save(self, *, done: bool) -> None:

@@ -39,7 +39,7 @@ COMMON_NAMES = {
     "python",
     "torch",
     "ray",
-}  # say nothing, and stand in ordinary words
+}  # say nothing, and are in ordinary words
 
 
 class Table:
@@ -99,7 +99,7 @@ def check_list(checks: Sequence[Check], width: int | None = None) -> str:
 
 
 class Report:
-    """`gpu_check.json`, written anew with each outcome."""
+    """`gpu_check.json`, written again with each outcome."""
 
     def __init__(self, path: Path, machine: Machine, minutes: float) -> None:
         self._path = path
@@ -165,7 +165,7 @@ class Redaction:
 
 
 def of_this_machine() -> dict[str, str]:
-    """Folders, user, host names and addresses of this machine, and what stands in their place."""
+    """Folders, user, host names and addresses of this machine, and what is in their place."""
     found = {str(ROOT): "<slimrl>", os.path.expanduser("~"): "<home>", tempfile.gettempdir(): "<tmp>"}
     names = {socket.gethostname(): "<host>", socket.gethostname().split(".")[0]: "<host>", _user(): "<user>"}
     found |= {name: shown for name, shown in names.items() if name.lower() not in COMMON_NAMES}

@@ -127,7 +127,7 @@ OWN_CHECKS = [
          "qwen3-0.6B"),
 ]  # fmt: skip
 
-# files of tests/gpu that come first, most valuable first, and those that come last; the others stand between, by name
+# files of tests/gpu that come first, most valuable first, and those that come last; the others are between, by name
 FIRST_FILES = (
     "test_colocation.py",
     "test_weight_update.py",

@@ -15,7 +15,7 @@ from slimrl.processes.process_info import gib
 
 
 def refusals(plan: Plan) -> list[Problem]:
-    """Every problem of the plan, as sentences with the arithmetic and the mend."""
+    """Every problem of the plan, as sentences with the arithmetic and the fix."""
     return [*_gpus(plan), *_checkpoint_files(plan), *_memory(plan)]
 
 
@@ -60,7 +60,7 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
             yield Problem(
                 flag,
                 f"{name} would get the GPUs {gpus[0]} to {gpus[-1]}: {listed} ({per_node}), and an engine"
-                f" lies on one node or fills whole nodes alike: choose training GPUs and {flag}"
+                f" is on one node or fills whole nodes alike: choose training GPUs and {flag}"
                 " so that engines end where nodes do.",
             )
             return
@@ -70,7 +70,7 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
             yield Problem(
                 "--tensor-model-parallel-size",
                 f"the training GPUs {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"
-                f" lie on nodes {nodes[0]} and {nodes[-1]} {per_node}: choose a size that divides the GPUs of a node.",
+                f" are on nodes {nodes[0]} and {nodes[-1]} {per_node}: choose a size that divides the GPUs of a node.",
             )
             return
 

@@ -236,13 +236,13 @@ def loop_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if bound is None or args.debug_train_only:
         yield "loop", "generates one rollout ahead of training"
     else:
-        yield "loop", "generates without end, beside training and across weight updates"
+        yield "loop", "generates fully asynchronously, beside training and across weight updates"
         yield (
             "staleness",
             f"no token is trained whose weights are more than {bound} rollouts older than those it trains"
             " (--max-weight-staleness)",
         )
-        yield "under way", _under_way(plan, bound)
+        yield "in progress", _under_way(plan, bound)
     if not args.debug_train_only and not args.debug_rollout_only:
         yield "weight_updates", _weight_updates(args)
 
@@ -264,5 +264,5 @@ def _weight_updates(args: Arguments) -> str:
     """After which rollouts, and what happens to requests that run then."""
     interval = args.update_weights_interval
     when = "after every rollout" if interval == 1 else f"after every {interval} rollouts and the last"
-    how = "requests that run go on with the new weights" if args.update_weights_in_flight else "no request runs then"
+    how = "requests that run continue with the new weights" if args.update_weights_in_flight else "no request runs then"
     return f"{when}; {how}"

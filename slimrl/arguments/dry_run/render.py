@@ -246,7 +246,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         rows.append(("start", "", "the weights are evaluated; no optimizer's state is read, and nothing is saved"))
         yield from table(rows)
         return
-    state = f"goes on with rollout {start.first_rollout}, with the optimizer's state"
+    state = f"continues with rollout {start.first_rollout}, with the optimizer's state"
     fresh = f"begins at rollout {start.first_rollout} with a fresh optimizer"
     rows.append(("start", "", fresh if not start.resumed or args.no_load_optim else state))
     if args.save is not None:
@@ -255,7 +255,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
             if args.save_interval
             else "after the last rollout"
         )
-        when += ", while training goes on" if args.async_save else ""
+        when += ", while training continues" if args.async_save else ""
         rows.append(("save", "--save", f"{args.save} ({when}; {_kept(plan)})"))
     if args.save_hf is not None:
         rows.append(("export", "--save-hf", f"{args.save_hf} (with each checkpoint; none is deleted)"))

@@ -40,7 +40,9 @@ class CheckpointArguments:
         "leave the random number generators' state out of checkpoints",
         not_served="a few kilobytes that are always saved; use --no-load-rng where they are not wanted",
     )
-    async_save: bool = flag(False, "write checkpoints while training goes on; a copy of the state waits in host memory")
+    async_save: bool = flag(
+        False, "write checkpoints while training continues; a copy of the state waits in host memory"
+    )
     save_hf: str | None = flag(
         None, "with each checkpoint also write the model as a Hugging Face folder (path with {rollout_id} in it)"
     )

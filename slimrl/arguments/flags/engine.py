@@ -38,7 +38,7 @@ class EngineArguments:
     )
     sglang_router_request_timeout_secs: int = flag(14400, "longest time one request may take (seconds)", at_least=1)
     use_fault_tolerance: bool = flag(
-        False, "probe servers and router, and replace those that die or hang, while the run goes on"
+        False, "probe servers and router, and replace those that die or hang, while the run continues"
     )
     rollout_health_check_interval: float = flag(
         30.0, "--use-fault-tolerance: time between two health probes (seconds)", above=0
@@ -60,17 +60,18 @@ class WeightUpdateArguments:
     )
     max_weight_staleness: int | None = flag(
         None,
-        "train_async.py: generate without end, beside training and across weight updates, and train on no token that"
-        " was drawn with weights more than that many rollouts older than those it trains (rollouts; one step ahead)",
+        "train_async.py: generate fully asynchronously, beside training and across weight updates, and train on no"
+        " token that was sampled with weights more than that many rollouts older than those it trains (rollouts;"
+        " one-step off-policy)",
         at_least=0,
     )
     update_weights_in_flight: bool | None = flag(
         None,
-        "train_async.py: update weights under running requests, which go on with the new ones; without, generation is"
-        " drained first (on with --max-weight-staleness)",
+        "train_async.py: update weights under running requests, which continue with the new ones; without, generation"
+        " is drained first (on with --max-weight-staleness)",
         off=("--no-update-weights-in-flight",),
     )
-    update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights on its way (bytes)", at_least=1)
+    update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights in flight (bytes)", at_least=1)
     update_weight_transport: str = flag(
         "nccl",
         "nccl: process group broadcast (gloo on CPU), shared tensors with --colocate; disk: files",

@@ -37,7 +37,7 @@ class LoggingArguments:
     )
     custom_config_path: str | None = flag(
         None,
-        "YAML file of flags (path), which win over the command line; settings of your own hooks stand in it under"
+        "YAML file of flags (path), which win over the command line; settings of your own hooks are in it under"
         " custom: and reach them as args.custom",
     )
 
@@ -52,7 +52,7 @@ class WandbArguments:
         "send (online), keep for `wandb sync` (offline), or start nothing (disabled) (WANDB_MODE, else online)",
         choices=("online", "offline", "disabled"),
     )
-    wandb_dir: str | None = flag(None, "folder below which its files lie in wandb/ (path; the run folder)")
+    wandb_dir: str | None = flag(None, "folder below which its files are in wandb/ (path; the run folder)")
     wandb_key: str | None = flag(
         None, "key to log in with; shown nowhere, but better given as WANDB_API_KEY (that, or what wandb login stored)"
     )

@@ -132,10 +132,10 @@ class GradientArguments:
         at_least=1,
         not_served="one copy is served; leave it out",
     )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass continues")
     overlap_param_gather: bool = flag(
         False,
-        "gather weights while the next forward pass goes on; needs --use-distributed-optimizer and"
+        "gather weights while the next forward pass continues; needs --use-distributed-optimizer and"
         " --overlap-grad-reduce",
     )
     overlap_param_gather_with_optimizer_step: bool = flag(

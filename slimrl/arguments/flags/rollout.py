@@ -49,7 +49,7 @@ class RolloutArguments:
     rollout_stop: list[str] | None = flag(None, "strings that end a response", nargs="+")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", nargs="+")
     rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response text")
-    rollout_shuffle: bool = flag(False, "shuffle the prompts anew in each epoch, by --rollout-seed + epoch")
+    rollout_shuffle: bool = flag(False, "shuffle the prompts again in each epoch, by --rollout-seed + epoch")
     rollout_seed: int = flag(
         42, "seed of the prompt order and of deterministic sampling", at_least=0, at_most=2**32 - 1
     )
@@ -72,7 +72,7 @@ class RolloutArguments:
     )
     discard_surplus_groups: bool = flag(
         False,
-        "generate finished groups for which a full rollout had no place anew (they go into the next rollout as they"
+        "generate finished groups for which a full rollout had no place again (they go into the next rollout as they"
         " are)",
     )
     buffer_filter_path: str | None = flag(
@@ -220,7 +220,7 @@ class RewardArguments:
     rm_concurrency: int = flag(64, "requests in flight per server of the reward model", at_least=1)
     rm_failure_limit: float = flag(
         1.0,
-        "end the run where at least this share of a rollout's samples got no verdict from their graders; above 1 never",
+        "end the run where at least this share of a rollout's samples got no score from their graders; above 1 never",
         above=0,
     )
     rm_time_limit: float = flag(5.0, "time that a built-in grader has for one answer (s); then it is killed", above=0)

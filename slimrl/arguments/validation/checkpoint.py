@@ -22,7 +22,7 @@ from slimrl.arguments.validation.paths import absent
 from slimrl.arguments.validation.rule import Context
 from slimrl.models.hf_folder import read_tokenizer_files, weights_fault
 
-_COMPLETE = "metadata.json"  # stands in every complete iteration's folder
+_COMPLETE = "metadata.json"  # is in every complete iteration's folder
 _ITERATION = re.compile(r"iter_(\d{7})|release")
 _ROLLOUT = "{rollout_id}"
 
@@ -79,7 +79,7 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
     elif not folder.exists() and not _saves_to(folder, args):
         yield Problem(
             "--load",
-            f"--load {folder} {absent(folder)}, and it is not where --save writes to: mend the path, or make the"
+            f"--load {folder} {absent(folder)}, and it is not where --save writes to: fix the path, or make the"
             " folder for a fresh start.",
         )
 
@@ -119,7 +119,7 @@ def retention_fits_saving(args: Arguments, context: Context) -> Iterator[Problem
         if root in (folder, folder.parent):
             yield Problem(
                 "--ref-load",
-                f"--ref-load {args.ref_load} lies in --save {args.save}, where --save-total-limit and"
+                f"--ref-load {args.ref_load} is in --save {args.save}, where --save-total-limit and"
                 " --save-retain-interval delete: copy the reference to a folder of its own.",
             )
 
@@ -207,13 +207,13 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
         wanted = named if named == "release" else f"iter_{int(named):07d}" if is_number else None
         if wanted is None:
             yield Problem(
-                flag, f"{flag} {folder}: {TRACKER} says {named!r}, neither release nor a number: mend that file."
+                flag, f"{flag} {folder}: {TRACKER} says {named!r}, neither release nor a number: fix that file."
             )
         elif wanted not in present:
             yield Problem(
                 flag,
                 f"{flag} {folder}: {TRACKER} names {wanted}, which is not there (there is {_listed(present)}):"
-                " mend that file, or copy the checkpoint again.",
+                " fix that file, or copy the checkpoint again.",
             )
         else:
             yield from _damage(flag, placed(folder, wanted))

@@ -93,7 +93,7 @@ def rollout_has_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def async_is_split(args: Arguments, context: Context) -> Iterator[Problem]:
-    """One step ahead needs GPUs for both sides at once."""
+    """One-step off-policy needs GPUs for both sides at once."""
     if context.entry == "train_async.py" and args.colocate:
         yield Problem(
             "--colocate",

@@ -192,7 +192,7 @@ def _row_problems(one: _DataSet, looks: list[Look]) -> Iterator[Problem]:
     count = "a bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
     rows = sum(look.rows for look in looks)
     limit = f", and --max-bad-rows is {one.allowed}" if one.allowed else ""
-    mend = "mend it" if len(bad) == 1 else "mend them"
+    mend = "fix it" if len(bad) == 1 else "fix them"
     if one.flag == "--prompt-data":
         mend += ", or allow for bad rows with --max-bad-rows"
     where = bad[0]
@@ -306,6 +306,6 @@ def cut_off_groups_have_one_fate(args: Arguments, context: Context) -> Iterator[
     if args.discard_surplus_groups and args.partial_rollout:
         yield Problem(
             "--discard-surplus-groups",
-            "--discard-surplus-groups generates finished groups anew and --partial-rollout keeps even unfinished ones:"
+            "--discard-surplus-groups generates finished groups again and --partial-rollout keeps even unfinished ones:"
             " give one of the two.",
         )

@@ -305,7 +305,7 @@ def router_has_an_address(args: Arguments, context: Context) -> Iterator[Problem
 
 
 def external_engines_are_apart(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Running servers lie on GPUs of their own, and have been configured by whoever started them."""
+    """Running servers are on GPUs of their own, and have been configured by whoever started them."""
     addresses = args.rollout_external_engine_addrs
     if not addresses:
         return

@@ -186,7 +186,7 @@ def _list_of(args: Arguments) -> str:
 
 
 def _experts_are_shared_out(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Where each expert is on one GPU only, megatron-core 0.16.1 adds up its gradients anew at each micro-batch."""
+    """Where each expert is on one GPU only, megatron-core 0.16.1 adds up its gradients again at each micro-batch."""
     sizes = {"expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"}
     if args.num_experts is None or context.broken & sizes:
         return

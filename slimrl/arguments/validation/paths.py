@@ -142,7 +142,7 @@ def checks_have_their_switch(args: Arguments, context: Context) -> Iterator[Prob
     if args.ci_save_grad_norm is not None and args.ci_save_grad_norm == args.ci_load_grad_norm:
         yield Problem(
             "--ci-load-grad-norm",
-            f"--ci-load-grad-norm {args.ci_load_grad_norm} is --ci-save-grad-norm too, which writes it anew: give"
+            f"--ci-load-grad-norm {args.ci_load_grad_norm} is --ci-save-grad-norm too, which writes it again: give"
             " another path.",
         )
 

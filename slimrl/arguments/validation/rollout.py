@@ -39,10 +39,10 @@ def asynchrony_has_its_program(args: Arguments, context: Context) -> Iterator[Pr
 
 
 def continuous_generation_is_alone(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What cuts generation into rollouts has no meaning where it goes on without end."""
+    """What cuts generation into rollouts has no meaning where it is fully asynchronous."""
     if args.max_weight_staleness is None:
         return
-    endless = f"{_BOUND} {args.max_weight_staleness} generates without end"
+    endless = f"{_BOUND} {args.max_weight_staleness} generates fully asynchronously"
     if args.has_own_rollout_function:
         yield Problem(
             "--rollout-function-path",
@@ -58,12 +58,12 @@ def continuous_generation_is_alone(args: Arguments, context: Context) -> Iterato
         yield Problem(
             "--discard-surplus-groups",
             f"{endless}, and no rollout has a surplus: leave --discard-surplus-groups out; what is too old is generated"
-            " anew.",
+            " again.",
         )
     if "over_sampling_batch_size" in context.given:
         yield Problem(
             "--over-sampling-batch-size",
-            f"{endless}: how much is under way follows from {_BOUND} and --sglang-server-concurrency; leave"
+            f"{endless}: how much is in progress follows from {_BOUND} and --sglang-server-concurrency; leave"
             f" --over-sampling-batch-size {args.over_sampling_batch_size} out.",
         )
 
@@ -81,7 +81,7 @@ def weight_updates_keep_up(args: Arguments, context: Context) -> Iterator[Proble
 
 
 def requests_can_go_on(args: Arguments, context: Context) -> Iterator[Problem]:
-    """SGLang before 0.5.21 lets a request that goes on after an update read the old weights' keys and values."""
+    """SGLang before 0.5.21 lets a request that continues after an update read the old weights' keys and values."""
     if context.entry != "train_async.py" or not args.update_weights_in_flight or args.debug_train_only:
         return
     installed = _sglang_version()

@@ -66,7 +66,7 @@ class ExternalEngine:
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        """Where weights are sent to, once it has started: it lies on GPUs of its own."""
+        """Where weights are sent to, once it has started: it is on GPUs of its own."""
         size = self._server.tensor_parallel_size
         return EngineEndpoint(self.url, gpus=[], tensor_parallel_size=size, life=self.life, key=self.key)
 
@@ -103,7 +103,7 @@ class ExternalEngine:
             while not silence.done():
                 await asyncio.wait([silence], timeout=LOOK_INTERVAL_S)
                 if not silence.done() and await asyncio.to_thread(self._server.was_replaced):
-                    return ServerExit(f"SGLang server {self.name} ({self.url}) was started anew by its owner")
+                    return ServerExit(f"SGLang server {self.name} ({self.url}) was started again by its owner")
             return ServerExit(f"SGLang server {self.name} of --rollout-external-engine-addrs: {silence.result()}")
         finally:
             silence.cancel()
@@ -248,7 +248,7 @@ def _register(router: AnyRouter, urls: list[str]) -> None:
             router.add_worker(url)
         router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
     except EngineError:
-        router.stop()  # one of the user's goes on, without servers of ours
+        router.stop()  # one of the user's continues, without servers of ours
         raise
 
 

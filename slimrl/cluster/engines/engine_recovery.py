@@ -1,4 +1,4 @@
-"""Replaces servers and the router that are lost, while the rest of the run goes on (`--use-fault-tolerance`).
+"""Replaces servers and the router that are lost, while the rest of the run continues (`--use-fault-tolerance`).
 
 Promises that a lost server is ended for good before another takes its GPUs, that the other is put behind the router
 only when it has been given the weights of the run, that the router comes back at its address with the same servers, and
@@ -34,7 +34,7 @@ from slimrl.weights.update.topology import EngineEndpoint
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3  # of one place in a row
-KEEP_TRYING_S = READY_TIMEOUT_S + 300.0  # a request waits so long for a server: the only one may have to start anew
+KEEP_TRYING_S = READY_TIMEOUT_S + 300.0  # a request waits so long for a server: the only one may have to start again
 DEATH_GRACE_S = 1.0  # until a death is noticed
 LOAD_TIMEOUT_S = 2.0
 LOG_TIMEOUT_S = 5.0
@@ -115,7 +115,7 @@ class EngineRecovery:
         self._memory_turn = asyncio.Lock()
         self._router = RouterSupervisor(fleet.router, self._monitor, self._serving, self._event)
         self._starting: set[int] = set()
-        self._updated: list[AnyEngine] = []  # to which weights are on their way, or were
+        self._updated: list[AnyEngine] = []  # to which weights are in flight, or were
         self._starts_paused = False  # training has the GPUs, or is about to
         self._loop = asyncio.get_running_loop()
         memory.when_lost = self._blame_from_thread
@@ -130,7 +130,7 @@ class EngineRecovery:
         return done.pop().result()
 
     def generation_begins(self) -> None:
-        """The first wait of the probes begins anew."""
+        """The first wait of the probes restarts."""
         self._monitor.generation_begins()
 
     async def generation_ends(self) -> None:
@@ -203,7 +203,7 @@ class EngineRecovery:
     async def end_weight_update(self, urls: Sequence[str], version: str) -> None:
         """These servers hold the weights `version`: those of them that waited are put behind the router.
 
-        Another server that came to one of these addresses meanwhile goes on waiting.
+        Another server that came to one of these addresses meanwhile continues waiting.
         """
         self._monitor.updating_weights = False
         given = [place for place in self._places if place.engine.url in urls and place.engine in self._updated]

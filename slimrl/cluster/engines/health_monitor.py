@@ -66,7 +66,7 @@ class HealthMonitor:
         self._key = key
         self._pool = ThreadPoolExecutor(max_workers=servers + 1, thread_name_prefix="health")
         self._quiet_until = 0.0
-        self._weight_updates = 0  # begun or ended: even while none is under way
+        self._weight_updates = 0  # begun or ended: even while none is in progress
 
     def generation_begins(self) -> None:
         """From now on no probe begins for `first_wait_s`."""
@@ -74,7 +74,7 @@ class HealthMonitor:
 
     @property
     def updating_weights(self) -> bool:
-        """Whether weights are on their way; set it when that begins and ends."""
+        """Whether weights are in flight; set it when that begins and ends."""
         return self._weight_updates % 2 == 1
 
     @updating_weights.setter
@@ -110,7 +110,7 @@ class HealthMonitor:
         return None
 
     def close(self) -> None:
-        """Begins no further probe; those under way end with their own time limit."""
+        """Begins no further probe; those in progress end with their own time limit."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _pause(self) -> None:
@@ -209,4 +209,4 @@ async def _state(engine: Engine) -> str | None:
 
 
 def _named(processes: Sequence[str]) -> str:
-    return f"{', '.join(processes)} (SIGSTOP or a debugger: `kill -CONT` lets them go on)"
+    return f"{', '.join(processes)} (SIGSTOP or a debugger: `kill -CONT` lets them continue)"

@@ -33,7 +33,7 @@ BIAS_FILE = "score-bias.safetensors"
 
 
 def servable_folder(model: Path, architecture: str, into: Path) -> Path:
-    """`model` itself where nothing is missing, else `into`, filled anew with links to its files and the zero bias.
+    """`model` itself where nothing is missing, else `into`, filled again with links to its files and the zero bias.
 
     Raises ValueError where its weights are not in safetensors files, which the bias can be laid beside.
     """

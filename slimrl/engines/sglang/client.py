@@ -59,17 +59,17 @@ class _RejectedError(Exception):
 
 
 class _ConnectionLostError(Exception):
-    """Whoever worked on the request was lost; generation has no side effects, so another may begin anew."""
+    """Whoever worked on the request was lost; generation has no side effects, so another may restart."""
 
 
 class RouterClient:
     """Implements `slimrl.engines.protocol.EngineClient`. Use as `async with`, within one event loop.
 
-    `server_urls` are the servers behind the router, which does not pass aborts on; set it anew when they change.
+    `server_urls` are the servers behind the router, which does not pass aborts on; set it again when they change.
     `request_timeout_s` bounds one attempt, from its start to the last byte of the answer. `keep_trying_s` is how long
     a request that nobody takes is offered again: long enough for a router or the only server to be replaced.
     `weights_are_updated`: weights that were sent have numbers for versions, and an answer with others is not used: it
-    is of a server that its owner started anew, which is noticed a moment later. `key` is shown to router and servers.
+    is of a server that its owner started again, which is noticed a moment later. `key` is shown to router and servers.
     `vocabulary`: ids from this on are refused.
     """
 

@@ -73,8 +73,8 @@ class ServerControl:
         """Pauses the server and makes sure that no KV of the old weights can be read with the new ones.
 
         Requests that run: "abort" gives them back with what they have (finish reason "abort") and raises
-        EngineRequestError if any is left. "retract" puts them back into the queue, to go on with the new weights from
-        recomputed KV; servers before 0.5.21 compute that correctly only with --disable-radix-cache and are refused
+        EngineRequestError if any is left. "retract" puts them back into the queue, to continue with the new weights
+        from recomputed KV; servers before 0.5.21 compute that correctly only with --disable-radix-cache and are refused
         without it, those before 0.5.19 always (EngineError). Requests that arrive meanwhile wait.
 
         Until `end_weight_update` no call may flush by itself: with requests in the queue that kills the server.
@@ -87,7 +87,7 @@ class ServerControl:
         self._open_session()
 
     def end_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
-        """Empties the KV cache, names the new `version` and lets the server go on; `running` as in the beginning.
+        """Empties the KV cache, names the new `version` and lets the server continue; `running` as in the beginning.
 
         `version` becomes visible only now, when all weights are there.
         """
@@ -95,7 +95,8 @@ class ServerControl:
         self.continue_()
 
     def commit_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
-        """`end_weight_update` without going on: for several servers, none of which may go on before all have come here.
+        """`end_weight_update` without going on: for several servers, none of which may continue before all have come
+        here.
 
         Then each needs `continue_`.
         """
@@ -284,7 +285,7 @@ class ServerControl:
         self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
 
     def _open_session(self) -> None:
-        """From 0.5.21 on the calls that update weights stand in a session; older servers have none."""
+        """From 0.5.21 on the calls that update weights are in a session; older servers have none."""
         try:
             self._post_if_there("/begin_weight_update")
         except EngineRequestError as refused:
@@ -298,7 +299,7 @@ class ServerControl:
         if not tells_versions_of_tokens(str(info.get("version"))):
             raise EngineError(
                 f"{self.url} runs SGLang {info.get('version')}, which does not say which weights drew which token of a"
-                " request that goes on after an update: install sglang 0.5.19 or later"
+                " request that continues after an update: install sglang 0.5.19 or later"
             )
         if not info["disable_radix_cache"] and not self._has("/begin_weight_update"):
             raise EngineError(

@@ -235,7 +235,7 @@ def fork_children() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """What `slimrl.engines.sglang.entry server` does, with the mends and the defaults where they are needed."""
+    """What `slimrl.engines.sglang.entry server` does, with the fixes and the defaults where they are needed."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
         mend()

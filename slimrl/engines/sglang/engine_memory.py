@@ -40,8 +40,8 @@ class Server(Protocol):
 class EngineMemory:
     """Starts with everything in place.
 
-    `servers` may be set anew when they change. `when_lost(server, error)` is told of one that is gone or hangs, without
-    which the others go on; it may be called from any thread. Where it is None such an error is raised.
+    `servers` may be set again when they change. `when_lost(server, error)` is told of one that is gone or hangs,
+    without which the others continue; it may be called from any thread. Where it is None such an error is raised.
     """
 
     def __init__(

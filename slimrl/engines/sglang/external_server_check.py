@@ -189,11 +189,11 @@ def _of_model(model: dict[str, Any], hf_checkpoint: Path) -> Iterator[str]:
 def _of_what_it_holds(url: str, model: dict[str, Any]) -> Iterator[str]:
     version = model["weight_version"]
     if version != STARTED_WITH:
-        yield f"it has the weights {version!r} of another run, and --debug-rollout-only updates none: start it anew"
+        yield f"it has the weights {version!r} of another run, and --debug-rollout-only updates none: restart it"
     elif not answers(f"{url}/health_generate", TOKEN_TIMEOUT_S):
         yield (
             f"it makes no token within {TOKEN_TIMEOUT_S:g} s, as after a weight update that was cut off:"
-            " POST /continue_generation to it, or start it anew"
+            " POST /continue_generation to it, or restart it"
         )
 
 

@@ -75,7 +75,7 @@ class RequestStats:
             self._apart.reset(before)
 
     def take(self, samples: int) -> dict[str, float]:
-        """Metrics by their full names, for a rollout of so many samples; begins anew. Empty without requests."""
+        """Metrics by their full names, for a rollout of so many samples; restarts. Empty without requests."""
         found: dict[str, float] = {}
         if self._prompt_tokens:
             found["rollout/prefix_cache_hit_rate"] = self._cached_tokens / self._prompt_tokens

@@ -165,7 +165,7 @@ class ExternalRouter(RouterControl):
         return f"(the log of {self.url} is with whoever runs it)"
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Takes the servers of this run out; the router goes on. A router that is gone is passed over."""
+        """Takes the servers of this run out; the router continues. A router that is gone is passed over."""
         try:
             for url in sorted(self.added):
                 self.remove_worker(url)
@@ -248,7 +248,7 @@ class RouterProcess(RouterControl):
         self._process.start()
 
     def restart(self, log_path: Path) -> None:
-        """Starts it anew after its end, at the same address and without servers; its output goes into `log_path`."""
+        """Restarts it after its end, at the same address and without servers; its output goes into `log_path`."""
         if not self._claims:
             raise RuntimeError("the SGLang router was not started")
         assert self._process is not None  # with the ports that it has claimed

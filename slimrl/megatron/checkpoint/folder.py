@@ -236,7 +236,7 @@ class Retention:
     def surplus(self, iterations: Iterable[int], written: int) -> list[int]:
         """Those of `iterations` that go once `written` is complete, in rising order.
 
-        Iterations above `written`, which an earlier run went on to, are left to be replaced one by one.
+        Iterations above `written`, which an earlier run continued to, are left to be replaced one by one.
         """
         if self.newest is None and self.interval is None:
             return []

@@ -60,7 +60,7 @@ class Prepared:
 def prepare(state: ShardedStateDict, metadata: dict[str, Any], *, copy: bool) -> Prepared:
     """Share out `state` among the ranks; collective over all of them.
 
-    With `copy` the tensors are copied to the host, so that nothing changes in them when training goes on; else they
+    With `copy` the tensors are copied to the host, so that nothing changes in them when training continues; else they
     are read where they are by `write`. `metadata` is stored too and given back by `read_metadata`.
     """
     sharded, common = save_preprocess({**state, _METADATA_KEY: metadata})

@@ -100,7 +100,7 @@ class CheckpointSaver:
     def poll(self) -> None:
         """Raise the error of a save that failed in the background, on all ranks in the same call; never waits for it.
 
-        Costs one small message between the ranks while a save is under way, else nothing.
+        Costs one small message between the ranks while a save is in progress, else nothing.
         """
         if self._pending is None:
             return
@@ -110,7 +110,7 @@ class CheckpointSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises CheckpointError, on every rank, where it failed on one."""
+        """Wait for the save that is in progress. Raises CheckpointError, on every rank, where it failed on one."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -121,7 +121,7 @@ def take_snapshot(
     """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
 
     `data_state` (rank 0's is kept, others may give None) must be plain data: numbers, strings, lists, tuples, dicts,
-    tensors. With `copy` nothing in the snapshot changes when training goes on. Raises ValueError for other data.
+    tensors. With `copy` nothing in the snapshot changes when training continues. Raises ValueError for other data.
     """
     sharding = _sharding(state.parallel)
     model = _sharded(state.stages, sharding)
@@ -204,7 +204,7 @@ def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: T
 def save_model_only(model: GPTModel, folder: Path) -> Path:
     """Write the model as the converted checkpoint `folder/release`; collective. Returns that folder.
 
-    Only the vocabulary's padding depends on the layout that wrote it, and loading fits it anew.
+    Only the vocabulary's padding depends on the layout that wrote it, and loading fits it again.
     """
     root = Path(folder)
     run_on_rank_zero(lambda: checkpoint_folder.begin(root, None))

@@ -76,7 +76,7 @@ class PackedSequences(PackedSeqParams):
     frequencies: TokenFrequencies | None = None  # of the forward pass that this object was made for
 
     def token_frequencies(self, make: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
-        """The frequencies of this rank's tokens (see `TokenFrequencies.of`); gathered anew outside `for_one_pass`."""
+        """The frequencies of this rank's tokens (see `TokenFrequencies.of`); gathered again outside `for_one_pass`."""
         assert self.positions is not None  # as `packed_sequences` makes them
         return (self.frequencies or TokenFrequencies()).of(self.positions, make)
 

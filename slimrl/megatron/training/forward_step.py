@@ -283,7 +283,7 @@ def forward_backward(
             value, count = by_tokens * value, torch.full_like(count, layer_tokens(stages[0].config, micro_batch))
         # megatron-core adds counts up over context-parallel ranks too, and each of them has the whole count.
         count = count if counts else torch.zeros_like(count)
-        # A clone: the schedule may go on to divide the loss it is given in place, and a view would follow it.
+        # A clone: the schedule may continue to divide the loss it is given in place, and a view would follow it.
         return value, count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

@@ -71,7 +71,7 @@ def _check_effect(flag: str, patterns: Sequence[str], named: Sequence[tuple[str,
         if not any(found[number] for found, _ in ranks):
             names = listed(name for name, _ in named)
             raise ValueError(
-                f"{flag} {pattern!r} is found in no weight's name, which here are {names}: mend the regular expression"
+                f"{flag} {pattern!r} is found in no weight's name, which here are {names}: fix the regular expression"
                 " or leave it out"
             )
     if not any(trains for _, trains in ranks):

@@ -57,7 +57,7 @@ class NonFiniteGuard:
 
         `loss` is the step's, over all ranks; `where` names the step in messages, and `broken_inputs` those of this
         rank's samples that brought the value along. With --fp16 an overflow that a
-        smaller loss scale can mend is a step that is not taken, and nothing more. Raises FloatingPointError for any
+        smaller loss scale can fix is a step that is not taken, and nothing more. Raises FloatingPointError for any
         other value that is not finite, at once or after --max-skipped-steps in a row.
         """
         scale = self._adaptive_scale()
@@ -117,7 +117,7 @@ class NonFiniteGuard:
         return min(scales, default=None)
 
     def _on_any_rank(self, verdict: bool) -> bool:
-        """Every rank computes the same verdict from reduced numbers; were that ever untrue, copies would part."""
+        """Every rank computes the same score from reduced numbers; were that ever untrue, copies would part."""
         value = torch.tensor(int(verdict), dtype=torch.int32, device=self._parallel.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value)

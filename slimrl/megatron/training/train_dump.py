@@ -1,7 +1,7 @@
 """What a rollout was trained on, in one file: every sample with the columns that the loss reads beside the model.
 
 `--save-debug-train-data` writes it before the first optimizer step; `torch.load(path, weights_only=True)` reads it.
-The samples stand in the order of the rollout, whatever the layout of training. Called by the trainer.
+The samples are in the order of the rollout, whatever the layout of training. Called by the trainer.
 """
 
 from __future__ import annotations

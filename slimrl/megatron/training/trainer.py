@@ -1,6 +1,6 @@
 """The training worker: one rank's model, optimizer and schedule, from flags to saved checkpoints.
 
-Promises that a rollout is trained on the same way in every layout, and that a resumed run goes on bit for bit.
+Promises that a rollout is trained on the same way in every layout, and that a resumed run continues bit for bit.
 Needs no Ray: started once per process, with the same calls in the same order on every rank.
 """
 
@@ -335,7 +335,7 @@ class MegatronTrainer:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
 
         Collective; `data_state` is rank 0's, others may give None. The checkpoint appears whole or not at all, with
-        --async-save while the trainer goes on. Raises ValueError where no folder is given, CheckpointError as
+        --async-save while the trainer continues. Raises ValueError where no folder is given, CheckpointError as
         `CheckpointSaver.save`.
         """
         self.memory.require("saving a checkpoint", State.AWAKE)

@@ -86,7 +86,7 @@ ROLLOUT = (
     Metric("rollout/repetition_frac", "responses whose end is one pattern over and over", "share"),
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal, which therefore teach nothing", "share"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
-    Metric("rollout/reward_failures", "samples whose grader gave no verdict (counted as reward 0)", "count"),
+    Metric("rollout/reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "rollout/failed_samples",
         "samples in which a function of yours raised; their groups were left out",
@@ -146,7 +146,7 @@ ROLLOUT = (
     Metric("rollout/staleness/count_<n>", "samples of that age", "samples"),
     Metric(
         "rollout/staleness/dropped",
-        "finished groups that were too old to be trained on, and were begun anew",
+        "finished groups that were too old to be trained on, and were restarted",
         "count",
         when="--max-weight-staleness",
     ),
@@ -223,7 +223,7 @@ EVAL = (
     Metric("eval/step", "rollouts trained on before the evaluation: horizontal axis of eval/", "count"),
     Metric("eval/<name>/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
     Metric("eval/<name>-truncated_ratio", "samples cut off by the length limit", "share"),
-    Metric("eval/<name>-reward_failures", "samples whose grader gave no verdict (counted as reward 0)", "count"),
+    Metric("eval/<name>-reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "eval/<name>-pass@<k>",
         "chance that k of a prompt's samples hold one with reward 1 or more; k = 1, 2, 4, ... and their number",

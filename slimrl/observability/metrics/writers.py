@@ -60,7 +60,7 @@ class WandbSettings:
 
     @classmethod
     def from_args(cls, args: Arguments, earlier_id: str | None) -> WandbSettings | None:
-        """None where W&B is not used. `earlier_id` is the run that this folder's summary names, where it goes on."""
+        """None where W&B is not used. `earlier_id` is the run that this folder's summary names, where it continues."""
         if not args.use_wandb or args.wandb_mode == "disabled":
             return None
         run_id = args.wandb_run_id or earlier_id or secrets.token_hex(4)
@@ -129,8 +129,8 @@ class WandbRun:
             return
         self._failed.set()
         logger.warning(
-            "no more is written to W&B, training goes on (%s): all numbers are in summary.json; what W&B has kept lies"
-            " in %s and is sent by `wandb sync`",
+            "no more is written to W&B, training continues (%s): all numbers are in summary.json; what W&B has kept"
+            " lies in %s and is sent by `wandb sync`",
             why,
             self._settings.folder / "wandb",
         )
@@ -185,7 +185,7 @@ class MetricWriter(Protocol):
     """A place for scalars. Its calls come from one thread and in this order."""
 
     def begin(self, starts: Mapping[str, int]) -> None:
-        """The run starts or goes on at these places of its axes."""
+        """The run starts or continues at these places of its axes."""
         ...
 
     def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
@@ -200,7 +200,7 @@ class MetricWriter(Protocol):
 class TensorBoard:
     """Event files in one folder, or, where axes count differently, those of train/ in a folder below it.
 
-    TensorBoard hides points of an earlier process at or after the place where a folder goes on, whatever their axis.
+    TensorBoard hides points of an earlier process at or after the place where a folder continues, whatever their axis.
     """
 
     def __init__(self, folder: Path, *, axes_are_one: bool) -> None:

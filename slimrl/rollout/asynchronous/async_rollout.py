@@ -1,9 +1,9 @@
-"""Generation without end (`--max-weight-staleness N`): groups stay on their way across rollouts and weight updates.
+"""Fully asynchronous generation (`--max-weight-staleness N`): groups stay in flight across rollouts and weight updates.
 
-Promises that a rollout holds no token drawn by weights that are more than N rollouts older than those it trains; that
+Promises that a rollout holds no token sampled by weights that are more than N rollouts older than those it trains; that
 no more groups are begun than can be trained in time, and a rollout waits for those that would become too old; that
 every group drawn is handed out once, dropped by the dynamic sampling filter once, left out once because a sample of it
-failed (`--skip-failed-samples`), or generated anew; that the state which it gives holds all that is drawn and none of
+failed (`--skip-failed-samples`), or regenerated; that the state which it gives holds all that is drawn and none of
 these; and that nothing is handed out after a failure. Made by `RolloutGenerator`; the rollout manager tells it of new
 weights.
 """
@@ -29,7 +29,7 @@ from slimrl.rollout.sampling import SamplingConfig
 
 @dataclasses.dataclass(frozen=True)
 class ReadyRollout:
-    """One rollout's groups; the filter's verdicts since the rollout before; how many were too old and begin anew.
+    """One rollout's groups; the filter's scores since the rollout before; how many were too old and restart.
 
     `seconds` is the time since the rollout before, or since generation began.
     """
@@ -54,7 +54,7 @@ class AsyncRollout:
         data_source: RolloutDataSource,
         requests: int,
     ) -> None:
-        """`engine` and `maker` are nobody else's: it is never stopped, nor its samples counted anew, before the end.
+        """`engine` and `maker` are nobody else's: it is never stopped, nor its samples counted again, before the end.
 
         `requests` is how many the engines take at once.
         """
@@ -87,7 +87,7 @@ class AsyncRollout:
         self._ready = list(finished)
 
     def set_weight_version(self, version: int, end: int) -> None:
-        """The engines hold the weights `version` now and go on, or begin; the run ends before rollout `end`."""
+        """The engines hold the weights `version` now and continue, or begin; the run ends before rollout `end`."""
         if self._version is None:
             self._next, self._since = version, time.perf_counter()
             self._landing = asyncio.create_task(self._land())
@@ -100,7 +100,7 @@ class AsyncRollout:
         self._admit()
 
     async def drain(self) -> None:
-        """Begins no group until the next `set_weight_version`; returns when none is on its way. Raises SampleError."""
+        """Begins no group until the next `set_weight_version`; returns when none is in flight. Raises SampleError."""
         self._held = True
         while self._under_way:
             await self._change()
@@ -138,7 +138,7 @@ class AsyncRollout:
         return InflightState([flight.drawn for flight in self._under_way], list(self._ready))
 
     async def stop(self) -> None:
-        """Ends what is on its way, here and in the engines."""
+        """Ends what is in flight, here and in the engines."""
         self._held = True  # a sample that ends now makes room for no other
         if self._landing is not None:
             await cancel_and_wait([self._landing])

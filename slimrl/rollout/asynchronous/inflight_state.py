@@ -82,7 +82,7 @@ class InflightState:
 
 
 def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_finished: bool) -> list[FinishedGroup]:
-    """Lets the data source go on at `state`; groups that were under way are drawn again.
+    """Lets the data source continue at `state`; groups that were in progress are drawn again.
 
     Returns the finished ones, or with `keeps_finished` false gives them to the data source too, to be trained on next.
     """

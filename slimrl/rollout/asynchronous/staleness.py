@@ -65,7 +65,7 @@ def staleness_metrics(rollout_id: int, samples: Iterable[Sample]) -> dict[str, f
 
 
 def anew(sample: Sample) -> Sample:
-    """The sample as its prompt alone, to be generated anew."""
+    """The sample as its prompt alone, to be regenerated."""
     if sample.status is SampleStatus.PENDING and sample.response_length == 0:
         return sample
     return dataclasses.replace(
@@ -88,7 +88,7 @@ def can_train_without_expiring(rollout_id: int, chosen: Sequence[int], waiting: 
     """Whether rollout `rollout_id` may be the groups `chosen` now, so that no group that waits becomes too old.
 
     All are last rollouts: the last one that a group is young enough for. `chosen` are the earliest of the finished
-    groups, a full batch, `waiting` those on their way. Of these, the ones that must be trained by rollout d have to fit
+    groups, a full batch, `waiting` those in flight. Of these, the ones that must be trained by rollout d have to fit
     into the batches of the rollouts after this one up to d. Where they do not, they are waited for, unless all that are
     chosen have to be trained by d as well: then waiting helps nobody.
     """

@@ -54,7 +54,7 @@ class CheckedDataSource:
             return len(self._source)
 
     def begin_rollout(self, rollout_id: int) -> None:
-        """Says for which rollout the next groups are drawn."""
+        """Says for which rollout the next groups are sampled."""
         self._rollout_id = rollout_id
         if hasattr(self._source, "begin_rollout"):
             with self._named():
@@ -92,7 +92,7 @@ class CheckedDataSource:
         return {**place, "saved_after": self._rollout_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the object go on there. Raises ValueError where another data source made the checkpoint."""
+        """Lets the object continue there. Raises ValueError where another data source made the checkpoint."""
         if "indices" not in state or ("state" in state) != self._keeps_state:
             raise ValueError(
                 f"the checkpoint was made with another data source than {_FLAG} {self._args.data_source_path}: give"

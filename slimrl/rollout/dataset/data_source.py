@@ -105,7 +105,7 @@ class RolloutDataSource:
         return 0 if self._prompts is None else self._prompts.too_long
 
     def begin_rollout(self, rollout_id: int) -> None:
-        """Says for which rollout the next groups are drawn; `--buffer-filter-path` is told."""
+        """Says for which rollout the next groups are sampled; `--buffer-filter-path` is told."""
         self._rollout_id = rollout_id
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:

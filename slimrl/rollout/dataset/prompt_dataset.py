@@ -78,7 +78,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class OverlongPrompt:
-    """What stands in the place of a prompt above the length limit."""
+    """What is in the place of a prompt above the length limit."""
 
     num_tokens: int
 
@@ -193,7 +193,7 @@ def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSe
             elif form.refuse_too_long:
                 raise made.refusal(rows.where(number), form)
     if bad:
-        raise bad_rows_error(data_path, bad, 0, "mend or remove them")
+        raise bad_rows_error(data_path, bad, 0, "fix or remove them")
     if not prompts:
         raise ValueError(
             f"data set {data_path}: all {len(rows)} prompts are longer than the limit of {form.max_prompt_len} tokens"
@@ -257,7 +257,7 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the bytes of all rows, wherever they lie; waits for `check`, which must be under way."""
+        """Of the bytes of all rows, wherever they lie; waits for `check`, which must be in progress."""
         if self._check is None:
             raise RuntimeError(f"the rows of {self.source} are not being checked: call check() first")
         return self._check.result()
@@ -304,7 +304,7 @@ class PromptDataset:
             bad = sorted(self._bad)
         if len(bad) > self._max_bad:
             named = [f"{self._rows.where(row)}: {self._bad[row]}" for row in bad]
-            mend = "mend or remove them, or raise --max-bad-rows to leave that many out"
+            mend = "fix or remove them, or raise --max-bad-rows to leave that many out"
             raise bad_rows_error(self.source, named, self._max_bad, mend)
         for row in new:
             where = self._rows.where(row)

@@ -24,7 +24,7 @@ from slimrl.rollout.dataset_prep.layouts import SkippedRowError, is_tree, prefer
 
 SPLITS = ("train", "test", "validation")
 _KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".json")
-# what describes a set and lies beside its rows
+# what describes a set and is beside its rows
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json")
 _SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

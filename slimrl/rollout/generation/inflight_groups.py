@@ -28,9 +28,9 @@ from slimrl.rollout.sampling import SamplingConfig
 
 @dataclasses.dataclass(eq=False)
 class GroupTask:
-    """One group on its way; `made` is what became of each sample, `drawn` the group as the data source gave it.
+    """One group in flight; `made` is what became of each sample, `drawn` the group as the data source gave it.
 
-    `drawn` is empty where no group is ever generated anew. `generated` is set when no sample waits for an engine.
+    `drawn` is empty where no group is ever regenerated. `generated` is set when no sample waits for an engine.
     `left_out` is a group in which a sample failed (`--skip-failed-samples`).
     """
 
@@ -103,7 +103,7 @@ class InflightGroups:
     async def land(self) -> list[list[Sample]]:
         """Ends what is still in flight and gives it back, to be drawn again.
 
-        With `--partial-rollout`, groups come back as far as they have come; else finished ones whole (anew with
+        With `--partial-rollout`, groups come back as far as they have come; else finished ones whole (again with
         `--discard-surplus-groups`) and the others as they were drawn. Raises SampleError.
         """
         if not self._flights:
@@ -179,7 +179,7 @@ MAX_CONSECUTIVE_DROPS = 16  # so many rollouts' groups dropped in a row, or a wh
 
 
 class DynamicSampler:
-    """Groups by the dynamic sampling filter's verdict, in the order they finished."""
+    """Groups by the dynamic sampling filter's score, in the order they finished."""
 
     def __init__(self, args: Arguments, keep: DynamicSamplingFilter | None, hopeless: int) -> None:
         """`keep` is None where every group is accepted; `hopeless` drops in a row end the run."""

@@ -110,7 +110,7 @@ async def converse(
     """The model and a tool take turns until the model ends by itself or the sample is full.
 
     The model writes until one of the strings `stop`; `tool` is given that turn's text up to and with the stop string
-    and answers with the text to go on from, or with None to end the sample. The sample is truncated where it has no
+    and answers with the text to continue from, or with None to end the sample. The sample is truncated where it has no
     room (`max_new_tokens` counts tokens of both sides) or wants more than `max_calls` calls. An aborted sample comes
     back ABORTED and may be given in again. A sample's `session_id` keeps its turns on one server.
     """

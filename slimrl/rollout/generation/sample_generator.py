@@ -64,7 +64,7 @@ class FailedSamples:
         if self.count > self._limit:
             raise SampleError(
                 f"{error}\nit is failure number {self.count} in this rollout, more than --max-failed-samples"
-                f" {self._limit}: mend the function, or allow more"
+                f" {self._limit}: fix the function, or allow more"
             ) from error
         logger.warning("its group is left out (--skip-failed-samples): %s", error)
 

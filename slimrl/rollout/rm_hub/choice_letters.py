@@ -77,7 +77,7 @@ _ADVERBS = (
     r"(?:\s+(?:all|also|both|clearly|therefore|thus|then|definitely|certainly|simply|indeed|actually|likely|probably"
     r"|most))*"
 )
-# what stands between a letter and what is said of it: neither another letter nor the beginning of another clause
+# what is between a letter and what is said of it: neither another letter nor the beginning of another clause
 _OTHER_LETTER = r"(?<![A-Za-z0-9°])[A-J](?![A-Za-z0-9])"
 _GAP = (
     rf"(?:(?:(?!{_OTHER_LETTER}|\b(?:because|since|as|while|whereas|and|but|so|although|though|if|when|for)\b)"

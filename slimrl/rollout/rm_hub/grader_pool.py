@@ -137,7 +137,7 @@ _AHEAD = 4
 
 
 class GraderFailure(Exception):
-    """A grader gave no verdict: it ran out of time or memory, died, or failed on the answer."""
+    """A grader gave no score: it ran out of time or memory, died, or failed on the answer."""
 
 
 class GraderUnavailable(ServiceError):

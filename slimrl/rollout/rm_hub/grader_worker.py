@@ -26,7 +26,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.set_int_max_str_digits(0)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not stand between the replies
+    os.dup2(2, 1)  # what a library prints must not be between the replies
     from slimrl.rollout.rm_hub import rule_graders
 
     rule_graders.load_graders()

@@ -23,7 +23,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
 async def grade(rm_type: str, sample: Sample, graders: GraderPool) -> Reward:
-    """The reward of a built-in rule. Raises GraderFailure where no verdict was reached, ValueError on a bad label."""
+    """The reward of a built-in rule. Raises GraderFailure where no score was reached, ValueError on a bad label."""
     request = request_of(rm_type, sample)
     verdict = at_first_sight(rm_type, sample, request)
     return (await graders.grade(request))["value"] if verdict is None else verdict

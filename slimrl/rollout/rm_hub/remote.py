@@ -125,7 +125,7 @@ class RemoteReward:
             if reply.status == _TOO_MANY_REQUESTS or reply.status >= 500:
                 raise _Busy(f"HTTP {reply.status}: {shown}")
             if reply.status != 200:
-                raise RemoteRefused(f"{self._name} answered HTTP {reply.status}: {shown}; mend the request")
+                raise RemoteRefused(f"{self._name} answered HTTP {reply.status}: {shown}; fix the request")
         return bytes(content)
 
     def _open_session(self) -> aiohttp.ClientSession:

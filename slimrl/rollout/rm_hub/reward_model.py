@@ -33,7 +33,7 @@ from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError, Remote
 class RewardInput:
     """`tokenizer` is the reward model's, `form` one of `conversation`, `text` and `tokens`.
 
-    `endings` are the policy's special tokens, which may stand at the end of a response's text.
+    `endings` are the policy's special tokens, which may be at the end of a response's text.
     """
 
     def __init__(self, tokenizer: Any, form: str, endings: Sequence[str]) -> None:

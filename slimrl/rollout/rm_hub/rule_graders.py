@@ -230,7 +230,7 @@ def load_graders() -> None:
 
 
 def wrong(rule: str) -> float | dict[str, Any]:
-    """The reward of an answer that is wrong, missing, or without a verdict."""
+    """The reward of an answer that is wrong, missing, or without a score."""
     reward = reward_of(rule).wrong
     return dict(reward) if isinstance(reward, Mapping) else reward
 

@@ -185,7 +185,7 @@ class RewardScorer:
         try:
             return await registry.grade(rm_type, sample, self._graders)
         except GraderFailure as error:
-            logger.warning("sample %s: no verdict on its answer, judged as wrong: %s", sample.index, error)
+            logger.warning("sample %s: no score on its answer, scored as wrong: %s", sample.index, error)
             sample.metadata[REWARD_FAILURE_KEY] = str(error)
             return registry.wrong(rm_type)
 
@@ -250,7 +250,7 @@ def _unknown_type(rm_type: str) -> str:
 
 
 class TooManyGraderFailuresError(RuntimeError):
-    """At least the allowed share of a rollout's answers got no verdict."""
+    """At least the allowed share of a rollout's answers got no score."""
 
 
 def require_verdicts(samples: Sequence[Sample], limit: float, what: str) -> None:
@@ -262,7 +262,7 @@ def require_verdicts(samples: Sequence[Sample], limit: float, what: str) -> None
         return
     commonest = "; ".join(f"{count} times: {reason}" for reason, count in Counter(reasons).most_common(3))
     raise TooManyGraderFailuresError(
-        f"{what}: the graders came to no verdict on {len(reasons)} of {len(samples)} answers, and --rm-failure-limit"
-        f" {limit:g} ends the run there ({commonest}); mend the grader or the data, raise --rm-time-limit where time"
+        f"{what}: the graders came to no score on {len(reasons)} of {len(samples)} answers, and --rm-failure-limit"
+        f" {limit:g} ends the run there ({commonest}); fix the grader or the data, raise --rm-time-limit where time"
         " was short, or raise the limit"
     )

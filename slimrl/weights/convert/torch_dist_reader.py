@@ -138,7 +138,7 @@ class TorchDistCheckpoint:
     ) -> Tensor:
         """The tensor's values in the dtype they are stored in, or only those of some rows (`slice(begin, end)`).
 
-        `empty(shape, dtype=...)` makes the tensor that is filled; that of a `Scratch` saves making memory anew.
+        `empty(shape, dtype=...)` makes the tensor that is filled; that of a `Scratch` saves making memory again.
         Raises ValueError where the files do not hold what the metadata says.
         """
         shape = list(stored.shape)

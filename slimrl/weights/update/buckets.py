@@ -23,7 +23,7 @@ Unit = list[tuple[str, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in a bucket: bytes [start, end)."""
+    """Where one tensor is in a bucket: bytes [start, end)."""
 
     name: str
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ class Transport(Protocol):
         """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""
 
     def finish(self) -> None:
-        """Returns once every server has the bucket started last, if any is under way.
+        """Returns once every server has the bucket started last, if any is in progress.
 
         Raises WeightSyncError naming each server that failed.
         """

@@ -44,7 +44,7 @@ class ServerControl(Protocol):
         """Lets held requests run."""
 
     def settle(self) -> None:
-        """Returns once every process of the server has done all that it was asked before, and it goes on."""
+        """Returns once every process of the server has done all that it was asked before, and it continues."""
 
     def weight_version(self) -> str:
         """The version of the weights that the server answers with."""
@@ -106,7 +106,7 @@ def on_all(servers: Sequence[ServerControl], call: Callable[[ServerControl], Res
 
 
 def results(servers: Sequence[ServerControl], futures: Sequence[Future[Result]], what: str) -> list[Result]:
-    """The results of calls already under way; raises WeightSyncError naming every server that failed.
+    """The results of calls already in progress; raises WeightSyncError naming every server that failed.
 
     It is final where one did not answer in time: that server may still be at work on the call.
     """

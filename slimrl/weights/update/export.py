@@ -141,7 +141,7 @@ def iter_hf_tensors(
         if shards is None:
             continue
         if row.layout is Layout.PLAIN and row.shard_dim == 0:
-            shards = shards.flatten(0, 1).unsqueeze(0)  # they lie in memory as the whole tensor does
+            shards = shards.flatten(0, 1).unsqueeze(0)  # they are in memory as the whole tensor does
         parts.begin(shards)
         for part, tensor in zip(row.hf, from_shards(row, list(shards), spec, parts.empty), strict=True):
             yield part.name, tensor
@@ -196,7 +196,7 @@ def _bring(local: Tensor, place: _Place, needs: GatherPlan, pp_group: Group, ep_
 def _gather(local: Tensor, group: Group, size: int, needs: GatherPlan, memory: ReusedBuffer) -> Tensor | None:
     """[size, ...]: the tensors of all ranks of `group`, in rank order; None on a rank that does not want them.
 
-    They lie in `memory` where there are several.
+    They are in `memory` where there are several.
     """
     wanting = needs.wanting(group)
     if size == 1 or group is None:

@@ -1,6 +1,6 @@
 """Who sends to which engine: pure arithmetic on GPUs and nodes, the same on every trainer rank.
 
-GPUs count from the trainer's first; GPU n belongs to trainer rank n where there is such a rank. An engine may lie on
+GPUs count from the trainer's first; GPU n belongs to trainer rank n where there is such a rank. An engine may be on
 several nodes.
 """
 

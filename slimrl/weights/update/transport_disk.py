@@ -73,7 +73,7 @@ class DiskTransport:
         self._written = []
 
     def finish(self) -> None:
-        """Nothing is under way: `start` returns when the bucket is written."""
+        """Nothing is in progress: `start` returns when the bucket is written."""
 
     def release(self) -> None:
         """Nothing is kept: servers with pipeline stages are not sent to in this way."""
@@ -92,7 +92,7 @@ class DiskTransport:
 
 
 class Delivery:
-    """What lies between the last written file and the servers that read it, on every trainer rank.
+    """What is between the last written file and the servers that read it, on every trainer rank.
 
     `transport` is that of the lead, None on the others; `post_write` is called with the folder on each.
     """

@@ -64,7 +64,7 @@ WHAT = "updating weights from a broadcast"
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A bucket under way: our broadcast, once it has begun, and each server's answer."""
+    """A bucket in progress: our broadcast, once it has begun, and each server's answer."""
 
     work: Future[dist.Work]
     answers: list[Future[None]]

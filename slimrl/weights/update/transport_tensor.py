@@ -2,7 +2,7 @@
 
 On CUDA a bucket is a device allocation, opened by an IPC handle with the GPU's UUID, since sender and receiver may
 number GPUs differently. On the CPU it is an anonymous file opened through /proc, which is gone with its last user, even
-after SIGKILL. It gets pages of 2 MiB, asked for explicitly (Linux 6.1 and later): mapping pages of 4 KiB anew for each
+after SIGKILL. It gets pages of 2 MiB, asked for explicitly (Linux 6.1 and later): mapping pages of 4 KiB again for each
 bucket was measured at 6 GB/s instead of 16.
 
 On CUDA an engine rank gets the reference of the trainer rank on the same GPU, on the CPU that of one on its node. The

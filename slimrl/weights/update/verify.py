@@ -34,7 +34,7 @@ FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """How many ranks divide an engine's tensors, and whether they lie in host memory."""
+    """How many ranks divide an engine's tensors, and whether they are in host memory."""
 
     size: int
     on_host: bool

@@ -231,10 +231,10 @@ class WeightUpdater:
         """Brings the weights of `model` into every server; collective over all trainer ranks.
 
         `model` is what this rank holds: a bare GPTModel, or its virtual stages. With `check_equal` every tensor in
-        every server is compared with the trainer's before any server goes on. Running requests are given back ("abort")
-        or go on with the new weights and recomputed keys and values ("retract"). A weight update that fails is repeated
-        up to `ATTEMPTS` times, while all servers answer. Raises WeightSyncError, on every rank, with the reason and
-        with how each server stands; no server goes on then.
+        every server is compared with the trainer's before any server continues. Running requests are given back
+        ("abort") or continue with the new weights and recomputed keys and values ("retract"). A weight update that
+        fails is repeated up to `ATTEMPTS` times, while all servers answer. Raises WeightSyncError, on every rank, with
+        the reason and with how each server stands; no server continues then.
         """
         started = time.monotonic()
         attempt, done = 1, None
@@ -244,7 +244,7 @@ class WeightUpdater:
             except WeightSyncError as error:
                 self._after_failure(error, version, attempt)
                 attempt += 1
-        self._timeline.mark("servers go on")
+        self._timeline.mark("servers continue")
         self._ranks.run_on_rank_zero(self._go_on)
         for transport in self._transports:
             transport.release()
@@ -293,7 +293,7 @@ class WeightUpdater:
         if error.final or attempt == ATTEMPTS or any(state.silence is not None for state in stand):
             raise WeightSyncError(
                 f"weight version {version!r} did not get into every server ({attempt} of {ATTEMPTS} attempts), so no"
-                f" server goes on: {error}; {', '.join(str(state) for state in stand)}",
+                f" server continues: {error}; {', '.join(str(state) for state in stand)}",
                 final=True,
             ) from error
         logger.warning("attempt %d to update to weight version %s failed and is repeated: %s", attempt, version, error)
@@ -314,7 +314,7 @@ class WeightUpdater:
 
     def _go_on(self) -> None:
         """All servers hold the same version now: one that fails here leaves no mixture behind."""
-        on_all(self._servers, lambda server: server.continue_(), "going on with new weights")
+        on_all(self._servers, lambda server: server.continue_(), "continuing with new weights")
         on_all(self._with_stages, lambda server: server.settle(), "waiting for the later pipeline stages")
 
     def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:

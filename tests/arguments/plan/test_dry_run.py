@@ -53,7 +53,7 @@ def test_the_recipe_shows_its_numbers(recipe):
         "parameters 4,022,468,096 4.02 B",
         "on one training GPU 2,011,495,936 2.01 B",
         f"weights --load {recipe.dir}/ckpt/iter_0000019 (after rollout 19)",
-        "goes on with rollout 20",
+        "continues with rollout 20",
         "slimrl.rollout.sglang_rollout.generate_rollout",
         "3 0: 6-7 45 runs/x/logs/sglang3.log",
         f"--model-path {recipe.dir}/hf --tp-size 2 --mem-fraction-static 0.4",
@@ -124,7 +124,7 @@ def test_the_asynchronous_program_says_that_it_runs_ahead(recipe):
 def test_generation_without_end_shows_its_bound_and_how_much_is_under_way(recipe):
     more = "--max-weight-staleness 2 --no-update-weights-in-flight --update-weights-interval 2"
     text = render(plan_of(recipe, more, placement=SPLIT, entry="train_async.py"))
-    assert "generates without end" in text and "one rollout ahead" not in text
+    assert "generates fully asynchronously" in text and "one rollout ahead" not in text
     assert "weights are more than 2 rollouts older" in text
     # 3 rollouts of 32 prompts, 8 samples each; 6 GPUs are 3 servers of 2
     assert "at most 768 samples begun and not yet trained: 2 + 1 rollouts of 32 prompts x 8" in text
@@ -137,7 +137,7 @@ def test_evaluation_alone_shows_nothing_of_training(recipe):
     text = render(plan_of(recipe, "--num-rollout 0"))
     assert "one evaluation: --num-rollout 0 trains nothing" in text
     assert f"{recipe.dir}/ckpt" in text and "the weights are evaluated; no optimizer's state is read" in text
-    for word in ("reference", "goes on with rollout", "every 20 rollouts", "in turns", "optimizer steps"):
+    for word in ("reference", "continues with rollout", "every 20 rollouts", "in turns", "optimizer steps"):
         assert word not in text
     evaluating, training = (plan_of(recipe, more).memory.stages[0] for more in ("--num-rollout 0", ""))
     assert evaluating.weights == training.weights
@@ -186,7 +186,7 @@ def test_a_layer_shared_across_nodes_is_refused(recipe):
     around = PlanContext(Machine((), None), nodes=[3, 3])
     placement = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --rollout-num-gpus 2"
     (sentence,) = sentences(plan_of(recipe, placement=placement, more="--rollout-num-gpus-per-engine 1", around=around))
-    assert "training GPUs 2 to 3 share layers (--tensor-model-parallel-size 2) and lie on nodes 0 and 1" in sentence
+    assert "training GPUs 2 to 3 share layers (--tensor-model-parallel-size 2) and are on nodes 0 and 1" in sentence
 
 
 def test_too_little_memory_for_training_is_refused_with_the_sum(recipe):
@@ -351,7 +351,7 @@ def test_nothing_heavy_is_imported(recipe):
         ("", "(every 20 rollouts and after the last; all stay)"),
         (
             "--async-save --save-total-limit 3",
-            "(every 20 rollouts and after the last, while training goes on; the newest 3 stay)",
+            "(every 20 rollouts and after the last, while training continues; the newest 3 stay)",
         ),
         (
             "--save-retain-interval 100",

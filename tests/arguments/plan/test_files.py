@@ -169,7 +169,7 @@ def test_an_index_that_leaves_its_folder_is_refused_by_tensor_and_by_both_reader
 
     index = {"weight_map": {"model.norm.weight": file}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    complaint = r"index\.json says that model\.norm\.weight lies in .*no file of its folder"
+    complaint = r"index\.json says that model\.norm\.weight is in .*no file of its folder"
     with pytest.raises(UnreadableFileError, match=complaint):
         read_hf_files(tmp_path, layers=2, tied=False)
     with pytest.raises(UnreadableFileError, match=complaint):

@@ -63,7 +63,7 @@ def matrix(text: str) -> list[list[str]] | None:
 
 
 def bracketed(text: str) -> Items | None:
-    """What stands in one pair of brackets that encloses the whole text; one item where there is no comma."""
+    """What is in one pair of brackets that encloses the whole text; one item where there is no comma."""
     tokens = _TOKEN.findall(text)
     if len(tokens) < 2 or tokens[0] not in _ENDS or tokens[-1] not in _CLOSING:
         return None
@@ -129,7 +129,7 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """The parts between separators that stand in no bracket."""
+    """The parts between separators that are in no bracket."""
     parts, start = [], 0
     for position, token in _outside(text):
         if token in separators:
@@ -154,7 +154,7 @@ def point(text: str) -> Items | None:
 
 
 def split_union(text: str) -> list[str]:
-    """The parts between `\\cup` signs that stand in no bracket."""
+    """The parts between `\\cup` signs that are in no bracket."""
     parts, start = [], 0
     for position, token in _outside(text):
         if token == "\\cup":
@@ -173,7 +173,7 @@ def both_signs(text: str) -> list[str]:
 
 
 def _outside(text: str) -> list[tuple[int, str]]:
-    """Tokens that stand in no bracket, with their places."""
+    """Tokens that are in no bracket, with their places."""
     found, depth, position = [], 0, 0
     for token in _TOKEN.findall(text):
         if token in _CLOSING:

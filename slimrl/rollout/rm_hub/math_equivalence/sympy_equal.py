@@ -82,7 +82,7 @@ def equal(answer: str, label: str) -> bool:
 
 
 def _told_apart(answer: str, label: str) -> tuple[str, str]:
-    """The two texts with capitals renamed where the same letter stands in small too: the parser takes no notice."""
+    """The two texts with capitals renamed where the same letter is in small too: the parser takes no notice."""
     letters = set(_COMMAND_OR_LETTER.findall(answer + " " + label))
     clash = {letter for letter in letters if letter.isupper() and letter.lower() in letters}
     if not clash:
