@@ -178,8 +178,8 @@ def _pass_through(
 
 def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
     nearest = nearest_flag(plain, list(known))
-    mend = f"did you mean {nearest}?" if nearest else "docs/flags.md has them all"
-    return f"{key} is no flag: put settings of your own hooks under {_OWN}; {mend}"
+    fix = f"did you mean {nearest}?" if nearest else "docs/flags.md has them all"
+    return f"{key} is no flag: put settings of your own hooks under {_OWN}; {fix}"
 
 
 def _complain(parsed: ParsedLine, path: str, complaint: str) -> None:

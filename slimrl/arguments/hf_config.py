@@ -65,9 +65,9 @@ def _switch(row: Switch, args: Arguments, config: Config) -> Problem | None:
         return None
     # --disable-... sets its field to False: the flag is given where the field is False
     given = row.is_on(config) is False
-    mend = f"leave {row.flag} out" if given else f"add {row.flag}"
+    fix = f"leave {row.flag} out" if given else f"add {row.flag}"
     state = "given" if given else "missing"
-    return Problem(row.flag, f"{row.flag} is {state} and config.json says {row.says(config)}: {mend}.")
+    return Problem(row.flag, f"{row.flag} is {state} and config.json says {row.says(config)}: {fix}.")
 
 
 def _flag(row: Row) -> str:

@@ -123,10 +123,10 @@ class Arguments(
             key = name.removeprefix(prefix)
             if name.startswith(prefix) and key in given.get(field, ()):
                 return given[field][key]
-        mend = "put it under custom: in the file of --custom-config-path"
+        fix = "put it under custom: in the file of --custom-config-path"
         if name.startswith(("sglang_", "router_")):
-            mend = f"give --{name.replace('_', '-')}"
-        raise AttributeError(f"args.{name} is no flag and was not given: {mend}", name=name, obj=self)
+            fix = f"give --{name.replace('_', '-')}"
+        raise AttributeError(f"args.{name} is no flag and was not given: {fix}", name=name, obj=self)
 
     @property
     def prompts_trained_per_rollout(self) -> int:

@@ -32,12 +32,12 @@ class InvalidRowsError(ValueError):
     """More rows of a data set are bad than are allowed."""
 
 
-def bad_rows_error(source: str, bad: Sequence[str], allowed: int, mend: str) -> InvalidRowsError:
+def bad_rows_error(source: str, bad: Sequence[str], allowed: int, fix: str) -> InvalidRowsError:
     """The error over `bad`, one `<file>:<line>: <reason>` each, the first twenty in full."""
     more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
     count = "1 bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
     limit = f" ({allowed} allowed)" if allowed else ""
-    return InvalidRowsError("\n  ".join([f"{count} in {source}{limit}: {mend}", *bad[:_MAX_LISTED], *more]))
+    return InvalidRowsError("\n  ".join([f"{count} in {source}{limit}: {fix}", *bad[:_MAX_LISTED], *more]))
 
 
 @dataclasses.dataclass(frozen=True)

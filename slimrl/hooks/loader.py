@@ -132,8 +132,8 @@ def _import_module(module_path: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_path == error.name or module_path.startswith(error.name + ".")):
             usual = "check the spelling, or start from the folder that holds it"
-            mend = next((_INSTEAD[part] for part in module_path.split(".") if part in _INSTEAD), usual)
-            raise HookError(f"there is no module {error.name}: {mend}") from error
+            fix = next((_INSTEAD[part] for part in module_path.split(".") if part in _INSTEAD), usual)
+            raise HookError(f"there is no module {error.name}: {fix}") from error
         raise HookError(f"module {module_path} itself cannot be imported ({error}): install what it needs") from error
     except KeyboardInterrupt:  # of the terminal, while it is imported
         raise
@@ -148,8 +148,8 @@ def _attribute(module: types.ModuleType, name: str) -> Any:
     except AttributeError:
         functions = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
     nearest = difflib.get_close_matches(name, functions, n=1)
-    mend = f"did you mean {nearest[0]}?" if nearest else "check the spelling"
-    raise HookError(f"module {module.__name__} has no {name}: {mend}")
+    fix = f"did you mean {nearest[0]}?" if nearest else "check the spelling"
+    raise HookError(f"module {module.__name__} has no {name}: {fix}")
 
 
 def _check_call(path: str, function: Callable[..., Any], contract: type[Hook]) -> None:

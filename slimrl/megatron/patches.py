@@ -252,11 +252,11 @@ def slower_on_gpu(args: Arguments, *, cuda: bool, transformer_engine: bool, apex
     if args.optimizer == "adam" and not (transformer_engine or apex):
         slower.append("AdamW is torch's own, in several kernels")
     if transformer_engine:
-        reason, mend = "--transformer-impl local is given", "leave the flag out"
+        reason, fix = "--transformer-impl local is given", "leave the flag out"
     else:
         reason = "Transformer Engine or its binding (transformer-engine-torch) is not installed"
-        mend = "install it as docs/install.md says"
-    return f"training on a GPU is slower than it can be, because {reason}: {', '.join(slower)}; {mend}"
+        fix = "install it as docs/install.md says"
+    return f"training on a GPU is slower than it can be, because {reason}: {', '.join(slower)}; {fix}"
 
 
 def warn(args: Arguments, device: torch.device) -> None:

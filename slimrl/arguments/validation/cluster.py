@@ -34,10 +34,10 @@ def world_divides_by_model_gpus(args: Arguments, context: Context) -> Iterator[P
             shown = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in used.items())
             several = len(used) > 1
             total = f" = {product}" if several else ""
-            mend = "choose sizes whose product divides them" if several else "choose a divisor"
+            fix = "choose sizes whose product divides them" if several else "choose a divisor"
             yield Problem(
                 "--" + next(iter(used)).replace("_", "-"),
-                f"{_training_gpus(args)} training GPUs do not divide by {shown}{total}: {mend}.",
+                f"{_training_gpus(args)} training GPUs do not divide by {shown}{total}: {fix}.",
             )
 
 

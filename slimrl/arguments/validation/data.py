@@ -192,9 +192,9 @@ def _row_problems(one: _DataSet, looks: list[Look]) -> Iterator[Problem]:
     count = "a bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
     rows = sum(look.rows for look in looks)
     limit = f", and --max-bad-rows is {one.allowed}" if one.allowed else ""
-    mend = "fix it" if len(bad) == 1 else "fix them"
+    fix = "fix it" if len(bad) == 1 else "fix them"
     if one.flag == "--prompt-data":
-        mend += ", or allow for bad rows with --max-bad-rows"
+        fix += ", or allow for bad rows with --max-bad-rows"
     where = bad[0]
     for of_training, name in zip(_OF_TRAINING.values(), one.names.values(), strict=True):
         where = where.replace(f"({of_training})", f"({name})")
@@ -202,7 +202,7 @@ def _row_problems(one: _DataSet, looks: list[Look]) -> Iterator[Problem]:
     yield Problem(
         one.flag,
         f"{one.flag} {' '.join(one.paths)}{one.note} has {count} among the {rows:,} looked at{limit}; {first}{where}:"
-        f" {mend}.",
+        f" {fix}.",
     )
 
 

@@ -35,9 +35,9 @@ def run_has_a_plain_name(args: Arguments, context: Context) -> Iterator[Problem]
     name = args.run_name
     if name is None:
         return
-    mend = "give a plain name, such as my-run"
+    fix = "give a plain name, such as my-run"
     if "/" in name or "\\" in name:
-        fault, mend = "leads to another folder", f"{mend}, and its place with --runs-dir"
+        fault, fix = "leads to another folder", f"{fix}, and its place with --runs-dir"
     elif name.startswith("."):
         fault = "begins with a dot"
     elif not name.isprintable() or name != name.strip():
@@ -46,7 +46,7 @@ def run_has_a_plain_name(args: Arguments, context: Context) -> Iterator[Problem]
         name, fault = f"{name[:20]}...", f"has {length} bytes and may have {_LONGEST_NAME}"
     else:
         return
-    yield Problem("--run-name", f"--run-name {name} {fault}, and it is the name of a folder: {mend}.")
+    yield Problem("--run-name", f"--run-name {name} {fault}, and it is the name of a folder: {fix}.")
 
 
 def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 The flags are those of `sglang.launch_server`. SGLang supports the CPU, but its modules import triton, torchvision and
 sgl_kernel, which exist only next to CUDA. `install` adds one finder, last in `sys.meta_path`, that answers for exactly
-those packages where the real one is absent. `mend` replaces the few functions that insist on CUDA, and layers that only
+those packages where the real one is absent. `fix` replaces the few functions that insist on CUDA, and layers that only
 work on a GPU (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served with the
 log-probabilities of transformers.
 Both act only where torch sees no GPU, only in the process of the server, and never on torch itself: patching torch's
@@ -152,7 +152,7 @@ def install() -> bool:
     return True
 
 
-def mend() -> None:
+def fix() -> None:
     """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker."""
     import torch
     from sglang.srt import batch_invariant_ops
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """What `slimrl.engines.sglang.entry server` does, with the fixes and the defaults where they are needed."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
-        mend()
+        fix()
         fork_children()
         words = with_defaults(words)
     run_server(words)

@@ -304,8 +304,8 @@ class PromptDataset:
             bad = sorted(self._bad)
         if len(bad) > self._max_bad:
             named = [f"{self._rows.where(row)}: {self._bad[row]}" for row in bad]
-            mend = "fix or remove them, or raise --max-bad-rows to leave that many out"
-            raise bad_rows_error(self.source, named, self._max_bad, mend)
+            fix = "fix or remove them, or raise --max-bad-rows to leave that many out"
+            raise bad_rows_error(self.source, named, self._max_bad, fix)
         for row in new:
             where = self._rows.where(row)
             logger.warning("left out a bad row (at most %d may be bad): %s: %s", self._max_bad, where, found[row])

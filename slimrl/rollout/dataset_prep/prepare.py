@@ -212,8 +212,8 @@ def _write_file(
                 account.written += 1
                 out.write(line + b"\n")
         if len(account.bad) > max_bad:
-            mend = "raise --max-bad-rows to leave that many out, or give the set in another layout"
-            raise bad_rows_error(", ".join(map(str, files[:3])), account.bad, max_bad, mend)
+            fix = "raise --max-bad-rows to leave that many out, or give the set in another layout"
+            raise bad_rows_error(", ".join(map(str, files[:3])), account.bad, max_bad, fix)
         partial.rename(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -286,7 +286,7 @@ def of_metadata(metadata: dict[str, Any]) -> list[dict[str, Any]]:
         )
     values = [None] * len(ids) if values is None else values
     if not isinstance(values, list) or len(values) != len(ids):
-        raise ValueError(f"metadata.kwargs has not one entry for each of the {len(ids)} instructions: mend the row")
+        raise ValueError(f"metadata.kwargs has not one entry for each of the {len(ids)} instructions: fix the row")
     return [_checked(name, given or {}) for name, given in zip(ids, values, strict=True)]
 
 
@@ -310,7 +310,7 @@ def _checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
     }
     missing = [one.name for one in parameters if one.default is one.empty and one.name not in values]
     if missing:
-        raise ValueError(f"metadata.kwargs of {name} lacks {', '.join(missing)}: mend the row")
+        raise ValueError(f"metadata.kwargs of {name} lacks {', '.join(missing)}: fix the row")
     return {"id": name, "values": values}
 
 

@@ -97,8 +97,8 @@ class TorchDistCheckpoint:
         self.folder = Path(folder)
         if not (self.folder / METADATA_NAME).is_file():
             inside = sorted(path.parent.name for path in self.folder.glob(f"*/{METADATA_NAME}"))
-            mend = f"give {self.folder / inside[-1]}" if inside else "give the iter_... or release folder of one"
-            raise FileNotFoundError(f"{self.folder} is not a torch_dist checkpoint (it has no {METADATA_NAME}): {mend}")
+            fix = f"give {self.folder / inside[-1]}" if inside else "give the iter_... or release folder of one"
+            raise FileNotFoundError(f"{self.folder} is not a torch_dist checkpoint (it has no {METADATA_NAME}): {fix}")
         self._checked = CheckedFolder.open(self.folder)
         if self._checked is not None:
             self._checked.check([METADATA_NAME])
