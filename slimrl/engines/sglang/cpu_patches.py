@@ -2,8 +2,8 @@
 
 The flags are those of `sglang.launch_server`. SGLang supports the CPU, but its modules import triton, torchvision and
 sgl_kernel, which exist only next to CUDA. `install` adds one finder, last in `sys.meta_path`, that answers for exactly
-those packages where the real one is absent. `fix` replaces the few functions that insist on CUDA, and layers that only
-work on a GPU (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served with the
+those packages where the real one is absent. `patch` replaces the few functions that insist on CUDA, and layers that
+work on a GPU alone (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served with the
 log-probabilities of transformers.
 Both act only where torch sees no GPU, only in the process of the server, and never on torch itself: patching torch's
 factory functions silently breaks transformers.
@@ -25,7 +25,7 @@ from slimrl.engines.sglang.server_args import with_defaults
 from slimrl.engines.sglang.versions import admit_references, module_with
 
 
-def mend_layers() -> None:
+def patch_layers() -> None:
     """Puts torch's answers where SGLang has none for the CPU."""
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.layers.rotary_embedding import factory
@@ -152,7 +152,7 @@ def install() -> bool:
     return True
 
 
-def fix() -> None:
+def patch() -> None:
     """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker."""
     import torch
     from sglang.srt import batch_invariant_ops
@@ -167,7 +167,7 @@ def fix() -> None:
     # it would put Triton kernels in place of torch's, which give equal tokens alone and in a batch here (tested)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     sampler.murmur_hash32 = murmur_hash32
-    mend_layers()
+    patch_layers()
     admit_references(common.SafeUnpickler)
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
     weight_checker.torch = weight_updater.torch = _without_cuda(torch)
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """What `slimrl.engines.sglang.entry server` does, with the fixes and the defaults where they are needed."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
-        fix()
+        patch()
         fork_children()
         words = with_defaults(words)
     run_server(words)
