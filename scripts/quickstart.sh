@@ -4,7 +4,7 @@
 #    bash scripts/quickstart.sh [--seed N] [--split | --async] [--run-name NAME] [-- more flags of train.py]
 #
 # Makes a tiny Qwen3 and an addition task, converts it for Megatron, starts Ray, submits train.py as a Ray job, converts
-# the trained model back to Hugging Face and shows what was learnt. Everything lies in runs/quickstart afterwards.
+# the trained model back to Hugging Face and shows what was learnt. Everything is in runs/quickstart afterwards.
 # Flags are checked before anything is made; with --dry-run among those of train.py only the plan of the run is printed.
 #   --seed N         of the model, the data and the run (default 0)
 #   --split          training and generation on GPUs of their own, instead of taking turns on the same ones

@@ -70,7 +70,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments lie in host memory.
+   # Adam's moments are in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 

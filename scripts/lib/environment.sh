@@ -20,13 +20,13 @@ find_python() {
       fail 1 "$without_venv cannot make virtual environments; install its venv package (on Debian and Ubuntu:" \
          "apt install $(basename "$without_venv")-venv) and run this again"
    fi
-   local mend="install one (apt install python3.12-venv, brew install python@3.12, uv python install 3.12)"
+   local fix="install one (apt install python3.12-venv, brew install python@3.12, uv python install 3.12)"
    if [[ -n ${PYTHON:-} ]]; then
       fail 1 "PYTHON=$PYTHON is $("$PYTHON" --version 2>/dev/null || echo no program), but Python 3.11 or 3.12 is" \
-         "needed; $mend, name another one, or unset PYTHON to have one looked for"
+         "needed; $fix, name another one, or unset PYTHON to have one looked for"
    fi
    fail 1 "needs Python 3.11 or 3.12, and the PATH has neither (python3 is" \
-      "$(python3 --version 2>/dev/null || echo missing)); $mend, or name it: PYTHON=/path/to/python3.12 bash $0"
+      "$(python3 --version 2>/dev/null || echo missing)); $fix, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
 # fail, unless the file system of folder $1 has NEEDED_GIB free.
@@ -44,7 +44,7 @@ pip_install() {
    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" >>"$VENV/install.log" 2>&1; then
       tail -n 25 "$VENV/install.log" >&2
       fail 1 "the installation stopped; the lines above say why, all of them stand in $VENV/install.log." \
-         "Run the same command again to go on where it stopped"
+         "Run the same command again to continue where it stopped"
    fi
 }
 
@@ -101,7 +101,7 @@ venv_is_ready() {
    venv_works && [[ -f $VENV/installed && $(<"$VENV/installed") == "$(stamp "$(lock_of_venv)" "$(pwd -P)" 2>/dev/null)" ]]
 }
 
-# Makes $VENV, or makes it anew where it does not work; touches no folder that holds anything else.
+# Makes $VENV, or makes it again where it does not work; touches no folder that holds anything else.
 make_venv() {
    local python
    if [[ ! -f $VENV/pyvenv.cfg && -n $(find "$VENV" -mindepth 1 ! -name install.lock -print -quit) ]]; then

@@ -9,7 +9,7 @@
 # cluster there is used and left as it is, but for the job that was submitted to it, which is stopped. Needs say.sh and a python3 with Ray in the PATH.
 #
 # Several nodes: run the same script on each of them, with WORLD_SIZE (how many nodes), RANK (0 on the head) and
-# MASTER_ADDR (the head, as the others know it), as jobs of pods set them. The head goes on once all nodes are here;
+# MASTER_ADDR (the head, as the others know it), as jobs of pods set them. The head continues once all nodes are here;
 # on the others ray_begin joins the head, waits for its end and ends the script. Where the nodes do not come together
 # within RAY_JOIN_TIMEOUT_S (600), each says so and fails. RAY_PORT (6379) is where the head listens. Every node needs the
 # same RAY_AUTH_TOKEN, or a RAY_AUTH_TOKEN_PATH to a file with it: it keeps strangers out.

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034 source-path=SCRIPTDIR
-# What the recipes (scripts/run-*.sh) share: the model, where things lie, and the run itself, on GPUs or tiny on a CPU.
+# What the recipes (scripts/run-*.sh) share: the model, where things are, and the run itself, on GPUs or tiny on a CPU.
 #
 #    source scripts/lib/recipe.sh
 #    recipe_model qwen3-30B-A3B qwen3_moe "$@"      # MODEL_ARGS of the model; its family; the recipe's own arguments

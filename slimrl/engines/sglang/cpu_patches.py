@@ -3,8 +3,8 @@
 The flags are those of `sglang.launch_server`. SGLang supports the CPU, but its modules import triton, torchvision and
 sgl_kernel, which exist only next to CUDA. `install` adds one finder, last in `sys.meta_path`, that answers for exactly
 those packages where the real one is absent. `patch` replaces the few functions that insist on CUDA, and layers that
-work on a GPU alone (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served with the
-log-probabilities of transformers.
+work on a GPU alone (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served
+with the log-probabilities of transformers.
 Both act only where torch sees no GPU, only in the process of the server, and never on torch itself: patching torch's
 factory functions silently breaks transformers.
 """
