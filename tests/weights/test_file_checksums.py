@@ -29,14 +29,15 @@ ROWS, COLUMNS = 600, 1024  # of float32: more than two blocks
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Two tensors of several blocks, with checksums."""
+    """Two tensors of several blocks, in files of their own, with checksums."""
     folder = tmp_path / "release"
     folder.mkdir()
     weights = [
         Weight(name, (Piece(name, (0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS), torch.float32),), lambda read: [read])
         for name in ("decoder.a", "decoder.b")
     ]
-    checksums = write_torch_dist(folder, Blueprint(tuple(weights), {"decoder.x._extra_state": b"small"}), values)
+    blueprint = Blueprint(tuple(weights), {"decoder.x._extra_state": b"small"})
+    checksums = write_torch_dist(folder, blueprint, values, max_file_bytes=1)  # a file each, whichever thread is faster
     assert sorted(checksums) == sorted(path.name for path in folder.glob("*.distcp"))
     (folder / CHECKSUMS_NAME).write_text(checksums_text(folder, checksums))
     return folder
